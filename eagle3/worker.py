@@ -1,0 +1,3 @@
+"""Placeholder until capture lands."""
+class CaptureWorker:
+    pass
