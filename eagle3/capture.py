@@ -1,0 +1,130 @@
+"""Rows in, published and proven shards out: the driver of the patched worker.
+
+A shard is one unit of work. Proof that its states are the verifier's own, for every row: the
+tokens the engine ran are the row's tokens, and the token the engine emits next is
+argmax(lm_head(norm(last state))) computed here from the stored bytes and the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .contract import Wiring
+from .engine import Engine, Sampling
+from .errors import GateError
+from .files import write_json
+from .shards import Shard
+from .verifier import Verifier
+
+_ONE_TOKEN = Sampling(temperature=0, max_new_tokens=1)
+# Two units in the last place of bfloat16 (8 bits of significand): the engine's logits and ours
+# are rounded on different paths, so tokens this close may swap.
+NEAR_TIE = 2**-6
+
+
+class VerifierHead:
+    """The verifier's own logits from captured last states, in plain torch."""
+
+    def __init__(self, verifier: Verifier, dtype: str) -> None:
+        self.dtype = getattr(torch, dtype)
+        self.norm = verifier.final_norm().to(self.dtype)
+        self.eps = verifier.rms_norm_eps
+        self.lm_head = verifier.lm_head().to(self.dtype)
+
+    def logits(self, last_states: torch.Tensor) -> torch.Tensor:
+        """``[n, hidden]`` states before the final norm -> float32 ``[n, vocab_size]`` logits."""
+        states = last_states.float()
+        normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
+        return (((normed.to(self.dtype) * self.norm) @ self.lm_head.T)).float()
+
+    def is_near_tie(self, logits: torch.Tensor, token_id: int) -> bool:
+        """Whether a token's logit is within rounding of the largest one."""
+        top = logits.max()
+        return bool(top - logits[token_id] <= NEAR_TIE * top.abs().clamp_min(1))
+
+
+@dataclass(frozen=True)
+class PendingShard:
+    """A shard being written by the worker, and what the engine emitted after each of its rows."""
+
+    path: Path
+    rows: Sequence[Sequence[int]]
+    next_token_ids: list[int]
+
+
+def compute_shard(
+    engine: Engine,
+    wiring: Wiring,
+    row_ids: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    path: Path,
+) -> PendingShard:
+    """Prefill rows through the engine and hand their states to the worker's writer."""
+    layer_ids = [*wiring.aux_layer_ids, wiring.num_verifier_layers]
+    lengths_tokens = [len(row) for row in rows]
+    engine.rpc("capture_begin", layer_ids, [int(i) for i in row_ids], lengths_tokens)
+    next_token_ids = [-1] * len(rows)
+    for completion in engine.generate(rows, _ONE_TOKEN):
+        next_token_ids[completion.index] = completion.token_ids[0]
+    engine.rpc("capture_publish", str(path))
+    return PendingShard(path, rows, next_token_ids)
+
+
+def finish_shard(engine: Engine, head: VerifierHead, pending: PendingShard) -> dict[str, int | str]:
+    """Wait for the shard's file and prove it; its record (bytes, sha256, near ties) is published
+    beside it as ``<shard>.json``, last: no record, no shard.
+
+    Raises:
+        GateError: a stored token or the verifier's next token is not what the states say.
+        NoRoomError: the disk is full.
+    """
+    record = engine.rpc("capture_wait")
+    shard = Shard.open(pending.path)
+    for index, row in enumerate(pending.rows):
+        begin, end = shard.row_offsets[index], shard.row_offsets[index + 1]
+        if shard.input_ids[begin:end].tolist() != list(row):
+            raise _unproven(shard, index, "the row's own tokens", "other tokens")
+    logits = head.logits(shard.final_states())
+    argmax = logits.argmax(-1).tolist()
+    near_ties = 0
+    for index, (emitted, ours) in enumerate(zip(pending.next_token_ids, argmax, strict=True)):
+        if emitted != ours:
+            if not head.is_near_tie(logits[index], emitted):
+                found = f"the engine emitted {emitted}, the states say {ours}"
+                raise _unproven(shard, index, "argmax(lm_head(norm(last state)))", found)
+            near_ties += 1
+    record = {**record, "rows": shard.num_rows, "tokens": shard.num_tokens, "near_ties": near_ties}
+    write_json(record_path(pending.path), record)
+    return record
+
+
+def capture_rows(
+    engine: Engine,
+    wiring: Wiring,
+    head: VerifierHead,
+    rows: Sequence[Sequence[int]],
+    path: Path,
+) -> Shard:
+    """Capture a few rows into one proven shard, row ids 0, 1, ... (06 replays what it served)."""
+    finish_shard(engine, head, compute_shard(engine, wiring, range(len(rows)), rows, path))
+    return Shard.open(path)
+
+
+def record_path(shard_path: Path) -> Path:
+    """``shard-00000.safetensors`` -> ``shard-00000.json``."""
+    return shard_path.with_suffix(".json")
+
+
+def _unproven(shard: Shard, index: int, expected: str, found: str) -> GateError:
+    shard.path.unlink()
+    return GateError(
+        "captured states are not the verifier's own; the shard was thrown away",
+        where=f"{shard.path.name}, row {int(shard.row_ids[index])}",
+        expected=expected,
+        found=found,
+        fix="check that the engine serves the checkpoint in verifier.path, unmodified",
+    )
