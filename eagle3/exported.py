@@ -1,0 +1,217 @@
+"""Is an exported drafter what the run's config says it is? Tensor by tensor, key by key.
+
+The check reads nothing but the directory and the expectation, so 05 runs it before publishing
+and 06 before serving. ``check_loaders`` adds what the two libraries themselves make of it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from .config import DrafterSection
+from .contract import Wiring
+from .drafter import BORROWED, rope_parameters, tensor_table
+from .errors import GateError
+from .export import CONFIG, OWN_KEYS, WEIGHTS, served_config
+
+_ABSENT = "absent"
+# Free to differ: where the verifier lies, and who wrote the file.
+_UNCHECKED = (
+    "speculators_config.verifier",
+    "speculators_version",
+    *OWN_KEYS,
+)
+
+
+def check_directory(
+    directory: Path,
+    drafter: DrafterSection,
+    wiring: Wiring,
+    *,
+    draft_vocab_size: int,
+    vocab_size: int,
+    num_speculative_tokens: int,
+) -> dict[str, torch.Tensor]:
+    """Read an exported drafter back and compare it with the run's config.
+
+    Returns:
+        The tensors, as read.
+
+    Raises:
+        GateError: naming the tensor or the key that is missing, too many, or wrong.
+    """
+    served = served_config(
+        drafter,
+        wiring,
+        draft_vocab_size=draft_vocab_size,
+        vocab_size=vocab_size,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+    _check_config(directory / CONFIG, served, wiring)
+    table = tensor_table(
+        drafter,
+        num_aux=len(wiring.aux_layer_ids),
+        draft_vocab_size=draft_vocab_size,
+        vocab_size=vocab_size,
+    )
+    try:
+        tensors = load_file(directory / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise _wrong(directory / WEIGHTS, "a readable safetensors file", error) from error
+    _check_tensors(directory / WEIGHTS, tensors, table)
+    if "d2t" in table:
+        _check_map(directory / WEIGHTS, tensors["d2t"], tensors["t2d"])
+    return tensors
+
+
+def _check_config(path: Path, served: dict[str, Any], wiring: Wiring) -> None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _wrong(path, "a readable JSON file", error) from error
+    expected_leaves, found_leaves = _leaves(served), _leaves(found)
+    for key in sorted(expected_leaves.keys() | found_leaves.keys()):
+        expected, value = expected_leaves.get(key, _ABSENT), found_leaves.get(key, _ABSENT)
+        if value != expected and not key.startswith(_UNCHECKED):
+            raise _wrong(f"{path}: {key}", repr(expected), repr(value))
+    for key, expected in wiring.to_json().items():
+        value = found.get("wiring_contract", {}).get(key, _ABSENT)
+        if value != expected:
+            raise _wrong(f"{path}: wiring_contract.{key}", repr(expected), repr(value))
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"a": {"b": 1}}`` -> ``{"a.b": 1}``; lists are leaves."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            leaves |= _leaves(value, f"{prefix}{key}.")
+        else:
+            leaves[prefix + key] = value
+    return leaves
+
+
+def _check_tensors(
+    path: Path,
+    tensors: dict[str, torch.Tensor],
+    table: dict[str, tuple[tuple[int, ...], torch.dtype]],
+) -> None:
+    for name in sorted(table.keys() | tensors.keys()):
+        where = f"{path}: {name}"
+        if name not in tensors:
+            raise _wrong(where, "this tensor: an engine would leave it uninitialised", _ABSENT)
+        tensor = tensors[name]
+        found = f"{tensor.dtype} {list(tensor.shape)}"
+        if name not in table:
+            kind = "the verifier's own, shared when served" if name in BORROWED else "nobody's"
+            raise _wrong(where, f"no such tensor: it is {kind}", found)
+        shape, dtype = table[name]
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise _wrong(where, f"{dtype} {list(shape)}", found)
+        if not dtype.is_floating_point:
+            continue
+        if not torch.isfinite(tensor).all():
+            num_bad = int((~torch.isfinite(tensor)).sum())
+            raise _wrong(where, "finite values", f"{num_bad} that are not")
+        # Memory nobody wrote is often zero. A row of the head may be: verifiers pad theirs.
+        rows = tensor.flatten(1) if tensor.dim() > 1 else tensor[None]
+        num_zero = int((rows == 0).all(1).sum())
+        if num_zero == len(rows) or (num_zero and name != "lm_head.weight"):
+            raise _wrong(where, "rows that were trained", f"{num_zero} of {len(rows)} all zero")
+
+
+def _check_map(path: Path, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
+    """d2t holds offsets (target = draft + d2t[draft]), and names exactly t2d's tokens.
+
+    Read as offsets, absolute ids name other tokens than t2d does.
+    """
+    targets = torch.arange(len(d2t)) + d2t
+    expected = t2d.nonzero().flatten()
+    if not torch.equal(targets, expected):
+        raise _wrong(
+            f"{path}: d2t",
+            f"offsets: draft id i stands for target id i + d2t[i], {expected[:4].tolist()}...",
+            f"target ids {targets[:4].tolist()}... (are these absolute ids?)",
+        )
+
+
+def check_head(path: Path, head: torch.Tensor, verifier_rows: torch.Tensor, trained: bool) -> None:
+    """The head's rows belong to the tokens the vocabulary map gives them.
+
+    Args:
+        head: bf16 ``[draft_vocab_size, hidden]``, the exported ``lm_head.weight``.
+        verifier_rows: the verifier's head at the map's target ids, same shape.
+        trained: whether training moved the head away from the verifier's rows.
+
+    Raises:
+        GateError: an untrained head is not the verifier's; a trained one resembles the rows of
+            the neighbouring tokens as much as its own.
+    """
+    where = f"{path}: lm_head.weight"
+    rows = verifier_rows.to(head.dtype)
+    if not trained:
+        num_other = int((head != rows).any(1).sum())
+        if num_other:
+            found = f"{num_other} of {len(head)} rows are not"
+            raise _wrong(where, "the verifier's rows (train.train_lm_head is false)", found)
+        return
+    own = torch.cosine_similarity(head.float(), rows.float()).mean().item()
+    other = torch.cosine_similarity(head.float(), rows.float().roll(1, 0)).mean().item()
+    if own <= other:
+        expected = "rows started from the verifier's rows of the map's own tokens"
+        raise _wrong(where, expected, f"cosine {own:.3f} with theirs, {other:.3f} with others'")
+
+
+def check_loaders(
+    directory: Path, drafter: DrafterSection, wiring: Wiring, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Open the directory with speculators' loader and with vLLM's config code.
+
+    Raises:
+        GateError: speculators reads another tensor, or vLLM another value, than was exported.
+    """
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
+
+    config = Eagle3SpeculatorConfig.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "eager"  # the default needs a GPU
+    loaded = Eagle3DraftModel.from_pretrained(directory, config=config).state_dict()
+    for name, tensor in tensors.items():
+        if name not in loaded or not torch.equal(loaded[name].to(tensor.dtype), tensor):
+            raise _wrong(f"{directory}: {name} in speculators", "the exported tensor", "another")
+
+    read = SpeculatorsConfig.from_pretrained(directory)
+    expected = {
+        "head_dim": drafter.head_dim,
+        "num_attention_heads": drafter.num_attention_heads,
+        "num_key_value_heads": drafter.num_key_value_heads,
+        "rope_parameters": rope_parameters(drafter),
+        "max_position_embeddings": drafter.max_position_embeddings,
+        "eagle_aux_hidden_state_layer_ids": list(wiring.aux_layer_ids),
+        "num_aux_hidden_states": len(wiring.aux_layer_ids),
+        "norm_before_residual": drafter.norm_before_residual,
+        "norm_before_fc": drafter.norm_before_fc,
+        "fc_norm": drafter.fc_norm,
+        "norm_output": drafter.norm_output,
+        "architectures": ["Eagle3LlamaForCausalLM"],
+    }
+    for key, value in expected.items():
+        found = getattr(read, key, _ABSENT)
+        if found != value:
+            raise _wrong(f"{directory}: {key} in vLLM", repr(value), repr(found))
+
+
+def _wrong(where: Any, expected: Any, found: Any) -> GateError:
+    return GateError(
+        "the exported drafter is not what the config says",
+        where=where,
+        expected=expected,
+        found=found,
+        fix="restore the directory, or redo 05 (05_export.py with --redo)",
+    )
