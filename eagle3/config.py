@@ -19,6 +19,8 @@ from .errors import ConfigError
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 _OPERATIONAL = {"operational": True}
+# What pydantic adds to an error's location to say which member of a union it tried.
+_UNION_BRANCHES = ("local", "hub", "package", "literal[False]", "RegenerateSection")
 
 
 def _operational(**constraints: Any) -> Any:
@@ -43,7 +45,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where the run's artifacts go: ``<dir>/<name>/01_data`` and so on."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    name: str = Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$")  # never "." or ".."
     dir: Path
 
 
@@ -247,7 +249,7 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
             fix="name one of configs/*.yaml",
         )
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
         raise ConfigError(
             "the config is not valid YAML",
@@ -286,13 +288,31 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             found=override,
             fix="correct the --set",
         )
-    node[leaf] = yaml.safe_load(value)
+    try:
+        node[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            "the value of --set is not valid YAML",
+            where=f"--set {override}",
+            expected="a YAML value",
+            found=value,
+            fix="correct the --set",
+        ) from error
 
 
 def _explain(error: ValidationError, path: Path) -> ConfigError:
     """The first schema error as a four-part error."""
-    first = error.errors()[0]
-    location = [part for part in first["loc"] if part not in ("local", "hub", "package")]
+    # The other branch of `False | mapping` complains about every mapping.
+    errors = [
+        e
+        for e in error.errors()
+        if not (e["type"] == "literal_error" and isinstance(e["input"], dict))
+    ]
+    # A misspelt key is an unknown one and a missing one at once: name the one that is there.
+    first = min(errors, key=lambda e: e["type"] != "extra_forbidden")
+    location = [part for part in first["loc"] if part not in _UNION_BRANCHES]
+    if first["type"].startswith("union_tag"):
+        location.append("kind")
     key = ".".join(str(part) for part in location)
     if first["type"] == "extra_forbidden":
         valid = _valid_keys(location[:-1])
@@ -305,7 +325,7 @@ def _explain(error: ValidationError, path: Path) -> ConfigError:
             found=location[-1],
             fix="rename or remove the key",
         )
-    if first["type"] == "missing":
+    if first["type"] in ("missing", "union_tag_not_found"):
         return ConfigError(
             "a required key is missing from the config",
             where=f"{path}: {key}",
@@ -316,7 +336,7 @@ def _explain(error: ValidationError, path: Path) -> ConfigError:
     return ConfigError(
         "a config value does not fit",
         where=f"{path}: {key}",
-        expected=first["msg"],
+        expected=first["msg"].removeprefix("Value error, "),
         found=repr(first["input"])[:200],
         fix=f"correct {key}",
     )
