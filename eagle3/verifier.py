@@ -1,7 +1,8 @@
 """The verifier's files: its identity, geometry, tokenizer and the three tensors a drafter borrows.
 
 Reads the checkpoint directly, so it works the same on a single file, on a sharded checkpoint and
-on a multimodal one whose text model carries a prefix (``language_model.``).
+on a multimodal one whose text model carries a prefix (``language_model.model.`` in Kimi K2.5,
+``model.language_model.`` in what transformers itself saves).
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ class Verifier:
         if generation.is_file():
             found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
         if found is None:
-            found = self.text_config.get("eos_token_id", self.tokenizer.eos_token_id)
+            found = self.text_config.get("eos_token_id")
+        if found is None:
+            found = self.tokenizer.eos_token_id
         return tuple(found) if isinstance(found, list) else (found,)
 
     @cached_property
@@ -139,6 +142,7 @@ class Verifier:
             "weights": weights.hexdigest(),
             "tokenizer": sha256_json(tokenizer),
             "chat_template": sha256_json(template),
+            "end_of_turn": sha256_json(list(self.end_of_turn_ids)),
         }
 
     def embed_tokens(self) -> torch.Tensor:
@@ -147,7 +151,10 @@ class Verifier:
 
     def lm_head(self) -> torch.Tensor:
         """Output head, ``[vocab_size, hidden_size]``; the embedding where the two are tied."""
-        if self.text_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings")):
+        tied = self.text_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings"))
+        if tied is None:  # the default of its model class, left out of config.json: weights tell
+            tied = not any(name.endswith("lm_head.weight") for name in self._weight_files)
+        if tied:
             return self.embed_tokens()
         return self._tensor("lm_head.weight", (self.vocab_size, self.hidden_size))
 
@@ -165,7 +172,8 @@ class Verifier:
         return index
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        for full_name in (name, f"language_model.{name}"):
+        nested = name.replace("model.", "model.language_model.", 1)
+        for full_name in (name, f"language_model.{name}", nested):
             if full_name in self._weight_files:
                 path = self._weight_files[full_name]
                 with safe_open(path, framework="pt") as file:
