@@ -19,6 +19,7 @@ from .contract import Wiring
 from .drafter import BORROWED, rope_parameters, tensor_table
 from .errors import GateError
 from .export import CONFIG, OWN_KEYS, WEIGHTS, served_config
+from .vocab import VocabMap
 
 _ABSENT = "absent"
 # Free to differ: where the verifier lies, and who wrote the file.
@@ -66,7 +67,7 @@ def check_directory(
         raise _wrong(directory / WEIGHTS, "a readable safetensors file", error) from error
     _check_tensors(directory / WEIGHTS, tensors, table)
     if "d2t" in table:
-        _check_map(directory / WEIGHTS, tensors["d2t"], tensors["t2d"])
+        _check_map(directory / WEIGHTS, VocabMap(tensors["d2t"], tensors["t2d"]), wiring)
     return tensors
 
 
@@ -126,19 +127,18 @@ def _check_tensors(
             raise _wrong(where, "rows that were trained", f"{num_zero} of {len(rows)} all zero")
 
 
-def _check_map(path: Path, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-    """d2t holds offsets (target = draft + d2t[draft]), and names exactly t2d's tokens.
-
-    Read as offsets, absolute ids name other tokens than t2d does.
-    """
-    targets = torch.arange(len(d2t)) + d2t
-    expected = t2d.nonzero().flatten()
-    if not torch.equal(targets, expected):
+def _check_map(path: Path, found: VocabMap, wiring: Wiring) -> None:
+    """d2t holds offsets (target = draft + d2t[draft]), names exactly t2d's tokens, and is the map
+    the head was trained with. Read as offsets, absolute ids name other tokens than t2d does."""
+    expected = found.t2d.nonzero().flatten()
+    if not torch.equal(found.target_ids, expected):
         raise _wrong(
             f"{path}: d2t",
             f"offsets: draft id i stands for target id i + d2t[i], {expected[:4].tolist()}...",
-            f"target ids {targets[:4].tolist()}... (are these absolute ids?)",
+            f"target ids {found.target_ids[:4].tolist()}... (are these absolute ids?)",
         )
+    if found.digest != wiring.vocab_map:
+        raise _wrong(f"{path}: d2t", f"the trained map, {wiring.vocab_map}", found.digest)
 
 
 def check_head(path: Path, head: torch.Tensor, verifier_rows: torch.Tensor, trained: bool) -> None:

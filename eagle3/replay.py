@@ -196,7 +196,7 @@ class Replay:
         chain_values: list[torch.Tensor],
         asked: torch.Tensor,
     ) -> torch.Tensor:
-        """Softmax attention in float32 over true positions <= t, then t's own chain: ``[A, N*D]``."""
+        """Softmax attention in float32 over true positions <= t and t's own chain, ``[A, N*D]``."""
         query = query.float() * self.head_dim**-0.5
         keys, values = prefix
         num_true = len(keys)
