@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from .acceptance import Acceptance
-from .capture import VerifierHead
+from .capture import VerifierHead, capture_rows
+from .contract import Wiring
 from .engine import Engine, Sampling
 from .files import write_json
-from .script import Progress, stop_flag
+from .script import Progress, log, stop_flag
 from .shards import Shard
 
 # The first request pays for lazy initialisation.
@@ -67,11 +68,10 @@ def serve(
     engine: Engine,
     name: str,
     prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
+    sampling: Sampling,
     num_speculative_tokens: int,
 ) -> ServedRun:
-    """Answer a prompt set greedily and measure it.
+    """Answer a prompt set and measure it.
 
     Args:
         name: of the set, for the progress line.
@@ -87,7 +87,7 @@ def serve(
     progress = Progress(len(prompts), "answers")
     start_s = time.monotonic()
     # Closed on a stop, so that the engine aborts what is still running.
-    with closing(engine.generate(prompts, Sampling(0, max_new_tokens))) as completions:
+    with closing(engine.generate(prompts, sampling)) as completions:
         for completion in completions:
             answers[completion.index] = completion.token_ids
             progress.advance(1, set=name)
@@ -98,18 +98,52 @@ def serve(
     return ServedRun(tuple(answers), seconds, counted)
 
 
-def continuations(
-    engine: Engine, rows: Sequence[Sequence[int]], num_tokens: int
-) -> list[tuple[int, ...]]:
-    """What the verifier would go on with after each row, at most ``num_tokens`` tokens.
+def serve_sets(
+    engine: Engine,
+    prompts: dict[str, list[list[int]]],
+    paths: dict[str, Path],
+    max_new_tokens: int,
+    num_speculative_tokens: int,
+) -> None:
+    """Serve the sets not served yet, greedily, each to its own file: a set is a unit of work."""
+    sampling = Sampling(temperature=0, max_new_tokens=max_new_tokens)
+    for name, path in missing(paths).items():
+        stop_flag.raise_if_set()
+        run = serve(engine, name, prompts[name], sampling, num_speculative_tokens)
+        run.save(path)
+        length = run.acceptance and run.acceptance.acceptance_length
+        log(path.stem, tokens=run.num_tokens, tokens_per_s=run.tokens_per_s, acceptance=length)
+
+
+def missing(paths: dict[str, Path]) -> dict[str, Path]:
+    """Those not measured yet; files are published whole, so one that is there is finished."""
+    return {name: path for name, path in paths.items() if not path.is_file()}
+
+
+def capture_served(
+    engine: Engine,
+    wiring: Wiring,
+    head: VerifierHead,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    path: Path,
+    num_beyond: int,
+) -> None:
+    """Capture the states of what was served: row i is prompt i, answer i, and what the verifier
+    would go on with, at most ``num_beyond`` tokens.
 
     vLLM counts drafts accepted past an answer's end (it cuts the answer afterwards), so the
     prediction needs to know what would have been accepted there.
+
+    Args:
+        engine: without a drafter.
     """
-    found: list[tuple[int, ...]] = [()] * len(rows)
-    for completion in engine.generate(rows, Sampling(0, num_tokens)):
-        found[completion.index] = completion.token_ids
-    return found
+    answered = [[*p, *answer] for p, answer in zip(prompts, answers, strict=True)]
+    beyond: list[tuple[int, ...]] = [()] * len(answered)
+    for completion in engine.generate(answered, Sampling(0, num_beyond)):
+        beyond[completion.index] = completion.token_ids
+    rows = [[*row, *more] for row, more in zip(answered, beyond, strict=True)]
+    capture_rows(engine, wiring, head, rows, path)
 
 
 @dataclass(frozen=True)
