@@ -49,9 +49,12 @@ class TokenRows:
     ) -> TokenRows:
         """From ``(token ids, loss mask)`` pairs."""
         lengths = [len(ids) for ids, _ in rows]
+        # Joined as arrays: as Python numbers a large corpus would take ten times the memory.
+        input_ids = [np.asarray(ids, dtype=np.int32) for ids, _ in rows]
+        loss_mask = [np.asarray(mask, dtype=bool) for _, mask in rows]
         return cls(
-            input_ids=np.array([i for ids, _ in rows for i in ids], dtype=np.int32),
-            loss_mask=np.array([m for _, mask in rows for m in mask], dtype=bool),
+            input_ids=np.concatenate(input_ids or [np.empty(0, np.int32)]),
+            loss_mask=np.concatenate(loss_mask or [np.empty(0, bool)]),
             row_offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             source_ids=np.array(source_ids, dtype=np.int32),
             is_validation=np.array(is_validation, dtype=bool),
