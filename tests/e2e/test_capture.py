@@ -5,7 +5,6 @@ transformers runs in float64: in float32 its own rounding is already 5e-6 on suc
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,9 +32,8 @@ def captured(smollm2_dir, tmp_path_factory):
         ),
     )
     verifier = Verifier.open(config.verifier)
-    text = verifier.tokenizer.encode(Path("eagle3/stage.py").read_text(), add_special_tokens=False)
-    starts = np.random.default_rng(0).integers(0, len(text) - 300, len(LENGTHS_TOKENS))
-    rows = [text[at : at + n] for at, n in zip(starts, LENGTHS_TOKENS, strict=True)]
+    rows = [rendered(verifier, number)[:n] for number, n in enumerate(LENGTHS_TOKENS)]
+    assert [len(row) for row in rows] == LENGTHS_TOKENS
     engine = Engine(config, verifier)
     path = tmp_path_factory.mktemp("capture") / "shard-00000.safetensors"
     shard = capture_rows(
@@ -47,6 +45,13 @@ def captured(smollm2_dir, tmp_path_factory):
     )
     engine.close()
     return verifier, rows, shard
+
+
+def rendered(verifier: Verifier, number: int) -> list[int]:
+    """A conversation of its own through the chat template: rows start as served ones do."""
+    text = " ".join(f"Item {i * (number + 3)} lies on shelf {i + number}." for i in range(60))
+    messages = [{"role": "user", "content": text}]
+    return verifier.tokenizer.apply_chat_template(messages, return_dict=False)
 
 
 def test_every_layer_equals_transformers(captured):
