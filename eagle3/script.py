@@ -7,6 +7,7 @@ gets the four-part message. Under ``--set`` the next command carries the same ov
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import signal
 import sys
@@ -78,8 +79,10 @@ class Log:
 
     def to_file(self, text: str) -> None:
         if self._file:
-            self._file.write(text.rstrip("\n") + "\n")
-            self._file.flush()
+            # A full disk must reach the operator as the error it is, not as one about the log.
+            with contextlib.suppress(OSError):
+                self._file.write(text.rstrip("\n") + "\n")
+                self._file.flush()
 
 
 def _show(value: Any) -> str:

@@ -228,8 +228,8 @@ class Stage:
         self.spec = STAGES[self.name]
         self.directory = self.config.run_dir / self.name
         self._lock = None
+        self._aside = self.config.run_dir / f"{self.name}.old"
         self._start_s = time.time()
-        self._aside: Path | None = None
 
     def __enter__(self) -> Stage:
         log.stage = self.name
@@ -241,6 +241,14 @@ class Stage:
             return self
         self.directory.mkdir(parents=True, exist_ok=True)
         self._take_lock()
+        try:
+            self._start()
+        except BaseException:
+            self._lock.close()
+            raise
+        return self
+
+    def _start(self) -> None:
         if self.invocation.redo:
             self._set_aside()
         self._compare_with_disk()
@@ -250,7 +258,6 @@ class Stage:
             text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
             write_text(self.directory / "config.yaml", text)
             self._banner("start")
-        return self
 
     def __exit__(self, *_exception: Any) -> None:
         if self._lock is not None:
@@ -281,20 +288,27 @@ class Stage:
         self._lock.flush()
 
     def _set_aside(self) -> None:
-        aside = self.directory.with_name(f"{self.name}.old")
-        if (self.directory / FINGERPRINT).exists() and not aside.exists():
-            os.rename(self.directory, aside)
-            self.directory.mkdir()
-        elif aside.exists():  # an interrupted --redo: the finished output is the one kept
+        """Start from nothing; the old output stays beside until ``commit`` has published."""
+        finished = (self.directory / MANIFEST).exists()
+        if self._aside.exists() and not finished:  # an interrupted --redo: keep what it set aside
             shutil.rmtree(self.directory)
-            self.directory.mkdir()
-        self._aside = aside if aside.exists() else None
+        elif finished or (self.directory / FINGERPRINT).exists():
+            self._drop_aside()
+            os.rename(self.directory, self._aside)
+        self.directory.mkdir(exist_ok=True)
+
+    def _drop_aside(self) -> None:
+        if self._aside.exists():
+            shutil.rmtree(self._aside)
 
     def _compare_with_disk(self) -> None:
-        path = self.directory / FINGERPRINT
-        if not path.is_file():
+        finished = (self.directory / MANIFEST).is_file()
+        if finished:
+            found = _read_manifest(self.directory, self.spec, self.invocation)["fingerprint"]
+        elif (self.directory / FINGERPRINT).is_file():
+            found = json.loads((self.directory / FINGERPRINT).read_text(encoding="utf-8"))
+        else:
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
         difference = _difference(found, self.fingerprint)
         if difference:
             shown = "; ".join(f"{key}: {old} -> {new}" for key, old, new in difference[:5])
@@ -306,8 +320,9 @@ class Stage:
                 fix="put the change back, or redo this stage (the old output is kept until then)",
                 command=self.invocation.command(self.spec.script, "--redo"),
             )
-        if (self.directory / MANIFEST).is_file():
+        if finished:
             open_artifact(self.config, self.name, self.invocation)
+            self._drop_aside()  # an earlier --redo died between its manifest and this
             self.done = True
             log("already done", output=self.directory)
             self.say_next()
@@ -370,8 +385,7 @@ class Stage:
         manifest["self_digest"] = sha256_json(manifest)
         write_json(self.directory / MANIFEST, manifest)
         artifact = open_artifact(self.config, self.name, self.invocation)
-        if self._aside is not None:
-            shutil.rmtree(self._aside)
+        self._drop_aside()
         total_bytes = sum(entry["bytes"] for entry in made["files"].values())
         log(
             "done",

@@ -15,7 +15,7 @@ os.environ.update(
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,23 @@ def smollm2_dir() -> Path:
     """The demo's verifier, made on first use (about 30 s)."""
     subprocess.run([sys.executable, str(ROOT / "tools" / "make_demo_verifier.py")], check=True)
     return SMOLLM2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB, to fill up; needs the right to mount one."""
+    directory = tmp_path / "small_disk"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)],
+        capture_output=True,
+        text=True,
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+    yield directory
+    # Lazily: a log file in it may still be open.
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
 
 
 @pytest.fixture
