@@ -60,7 +60,9 @@ STAGES = {
             ("01_data", "02_hidden", "03_vocab"),
         ),
         StageSpec("05_export", "05_export.py", 1, (), ("03_vocab", "04_train")),
-        StageSpec("06_verify", "06_verify.py", 1, ("verify",), ("01_data", "02_hidden", "05_export")),
+        StageSpec(
+            "06_verify", "06_verify.py", 1, ("verify",), ("01_data", "02_hidden", "05_export")
+        ),
     )
 }
 

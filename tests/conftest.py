@@ -9,9 +9,7 @@ from __future__ import annotations
 import os
 
 # Before any library reads them: no test talks to a hub.
-os.environ.update(
-    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false"
-)
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
 
 import subprocess
 import sys
