@@ -25,7 +25,8 @@ class TokenRows:
     Attributes:
         input_ids: int32 ``[num_tokens]``, all rows one after another.
         loss_mask: bool ``[num_tokens]``, True on the assistant's tokens, end of turn included.
-        row_offsets: int64 ``[num_rows + 1]``; row r is ``input_ids[row_offsets[r]:row_offsets[r+1]]``.
+        row_offsets: int64 ``[num_rows + 1]``; row r is tokens ``row_offsets[r]`` to
+            ``row_offsets[r + 1]``, the end excluded.
         source_ids: int32 ``[num_rows]``, index into ``sources``.
         is_validation: bool ``[num_rows]``; no prompt stands on both sides.
         sources: names of the data sources.

@@ -1,4 +1,4 @@
-"""The draft vocabulary map: round trips, choice, refusal of what is not one, and 03 as it is run."""
+"""The draft vocabulary map: round trips, choice, what is refused, and 03 as it is run."""
 
 from __future__ import annotations
 
