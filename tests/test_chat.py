@@ -94,7 +94,8 @@ def test_a_template_that_removes_earlier_reasoning_is_seen(chat):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.reasoning and loop.last %}[{{ m.reasoning }}]{% endif %}"
-        "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     messages = list(conversation("hi", "hello", "and?", "bye").messages)
     messages[1] = {**messages[1], "reasoning": "greet back"}
