@@ -34,7 +34,7 @@ def supervised_positions(loss_mask: Sequence[int], ttt_step: int) -> list[int]:
     """Positions trained at a TTT step: tokens t+1 to t+2+ttt_step are all in the mask.
 
     The plain statement of the rule; the trainer computes the same on tensors
-    (``batches.supervised``) and a property test holds them equal.
+    (``batches.collate``) and a property test holds them equal.
     """
     last = len(loss_mask) - 2 - ttt_step
     return [t for t in range(last) if all(loss_mask[t + 1 : t + 3 + ttt_step])]
