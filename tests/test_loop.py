@@ -1,0 +1,184 @@
+"""The training loop on synthetic shards: exact resume, checkpoints, validation."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eagle3.acceptance import Acceptance, walk
+from eagle3.batches import RowReader, collate, plan_epoch, trainable_rows
+from eagle3.config import TrainSection
+from eagle3.errors import Interrupted, StaleInputError
+from eagle3.loop import KEPT_CHECKPOINTS, Trainer, trained_state, validate
+from eagle3.rows import TokenRows
+from eagle3.script import stop_flag
+from eagle3.shards import Shard, ShardBuffer
+from eagle3.ttt import TTTStep
+from tests.test_ttt import HIDDEN, NUM_AUX, VOCAB, build
+
+SECTION = TrainSection(
+    ttt_steps=3,
+    ttt_step_loss_decay=0.9,
+    loss="kl_div",
+    train_lm_head=False,
+    num_epochs=2,
+    batch_tokens=64,
+    learning_rate=1e-2,
+    warmup_share=0.1,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+    mixed_precision="bf16",
+    seed=3,
+    log_every_steps=2,
+    checkpoint_every_steps=3,
+)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory) -> RowReader:
+    """40 rows in two shards, the last eight for validation."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(6, 30, 40)
+    made = [(rng.integers(0, VOCAB, n), np.arange(n) >= n // 3) for n in lengths]
+    rows = TokenRows.from_lists(
+        made, source_ids=[0] * 40, is_validation=[i >= 32 for i in range(40)], sources=["made"]
+    )
+    directory = tmp_path_factory.mktemp("shards")
+    shards = []
+    for number, row_ids in enumerate((range(0, 25), range(25, 40))):
+        buffer = ShardBuffer.allocate(
+            row_ids,
+            [int(lengths[i]) for i in row_ids],
+            num_aux=NUM_AUX,
+            hidden_size=HIDDEN,
+            dtype=torch.bfloat16,
+        )
+        ids = torch.from_numpy(np.concatenate([made[i][0] for i in row_ids])).int()
+        generator = torch.Generator().manual_seed(number)
+        states = [
+            torch.randn(len(ids), HIDDEN, generator=generator).bfloat16()
+            for _ in range(NUM_AUX + 1)
+        ]
+        order = torch.randperm(len(ids), generator=generator)  # written by position, in any order
+        buffer.put(order, ids[order], [s[order] for s in states])
+        path = directory / f"shard-{number:05d}.safetensors"
+        buffer.publish(path)
+        shards.append(Shard.open(path))
+    return RowReader(rows, shards)
+
+
+def trainer(reader: RowReader, directory: Path) -> Trainer:
+    directory.mkdir(exist_ok=True)
+    model = build()
+    model.lm_head.weight.requires_grad_(False)
+    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=0.9)
+    row_ids, dropped = trainable_rows(reader.rows)
+    assert dropped == {"validation": 8, "nothing_supervised": 0}
+    validation = plan_epoch(range(32, 40), reader.rows.lengths, 64, 0)
+    return Trainer(SECTION, step, reader, row_ids, validation, directory)
+
+
+def final(run: Trainer) -> tuple:
+    metrics = [json.loads(s) for s in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    for line in metrics:
+        line.pop("tokens_per_s", None)
+    return trained_state(run.step), run.optimizer.state_dict(), metrics, run.best
+
+
+@pytest.fixture(scope="module")
+def undisturbed(reader, tmp_path_factory):
+    run = trainer(reader, tmp_path_factory.mktemp("undisturbed"))
+    run.run()
+    return final(run), run
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 5, 8])
+def test_stopped_and_resumed_equals_undisturbed(reader, tmp_path, undisturbed, stop_at, monkeypatch):
+    """Bit for bit: weights, optimizer, metrics, best; a stop finishes the step and saves it."""
+    stopped = trainer(reader, tmp_path / "run")
+    train_step = stopped._train_step
+
+    def and_stop(batch):
+        if stopped.done_steps + 1 == stop_at:
+            stop_flag.signal_name = "SIGTERM"
+        return train_step(batch)
+
+    monkeypatch.setattr(stopped, "_train_step", and_stop)
+    with pytest.raises(Interrupted):
+        stopped.run()
+    stop_flag.signal_name = None
+    resumed = trainer(reader, tmp_path / "run")
+    resumed.run()
+    assert resumed.done_steps == len(resumed.plan) > stop_at
+    (weights, optimizer, metrics, best), expected = final(resumed), undisturbed[0]
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected[0].items())
+    assert str(optimizer) == str(expected[1])
+    assert best == expected[3]
+    # A window of the log that a stop cuts in two is shorter, so those means may differ.
+    assert [m for m in metrics if m["kind"] == "validation"] == [
+        m for m in expected[2] if m["kind"] == "validation"
+    ]
+
+
+def test_training_learns_and_keeps_what_it_should(undisturbed):
+    (_, _, metrics, best), run = undisturbed
+    train = [line for line in metrics if line["kind"] == "train"]
+    assert train[-1]["loss"] < train[0]["loss"]
+    validation = [line for line in metrics if line["kind"] == "validation"]
+    assert len(validation) == SECTION.num_epochs
+    assert best["acceptance_length"] == max(v["acceptance_length"] for v in validation)
+    names = sorted(path.name for path in (run.directory / "checkpoints").iterdir())
+    assert len(names) == KEPT_CHECKPOINTS + 1 and "best.pt" in names
+    frozen = build()
+    assert torch.equal(run.step.drafter.lm_head.weight, frozen.lm_head.weight)
+    assert not torch.equal(run.step.drafter.fc.weight, frozen.fc.weight)
+
+
+def test_validation_walks_each_answer(reader):
+    """Against walking every answer on its own."""
+    model = build()
+    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)
+    found = validate(step, reader, plan_epoch(range(32, 40), reader.rows.lengths, 64, 0), 3)
+    expected = Acceptance(0, (0, 0, 0))
+    for row_id in range(32, 40):
+        matches = step(collate([reader[row_id]], 3)).matches.T
+        expected += walk(np.concatenate([matches.numpy(), np.zeros((1, 3), dtype=bool)]))
+    assert found.acceptance == expected
+
+
+def test_truncated_shard_is_named(reader, tmp_path):
+    whole = reader._place[0][0].path.read_bytes()
+    path = tmp_path / "shard-00007.safetensors"
+    path.write_bytes(whole[: len(whole) - 100])
+    with pytest.raises(StaleInputError, match="cannot be read") as caught:
+        Shard.open(path)
+    assert "shard-00007" in caught.value.where
+
+
+def test_swapped_tokens_are_found(reader):
+    rows = reader.rows
+    other = TokenRows(
+        (rows.input_ids + 1) % VOCAB,
+        rows.loss_mask,
+        rows.row_offsets,
+        rows.source_ids,
+        rows.is_validation,
+        rows.sources,
+    )
+    with pytest.raises(StaleInputError, match="other tokens"):
+        RowReader(other, [shard for shard, _ in reader._place.values()])
+
+
+def test_unfilled_or_infinite_states_are_not_published(tmp_path):
+    buffer = ShardBuffer.allocate([5], [3], num_aux=1, hidden_size=2, dtype=torch.float32)
+    path = tmp_path / "shard-00000.safetensors"
+    ids, state = torch.zeros(2, dtype=torch.int32), torch.ones(2, 2)
+    buffer.put(torch.tensor([0, 2]), ids, [state, state])
+    with pytest.raises(ValueError, match="1 of 3 positions"):
+        buffer.publish(path)
+    buffer.put(torch.tensor([1, 2]), ids, [state, state * float("inf")])
+    with pytest.raises(ValueError, match="last_hidden_states of row 5"):
+        buffer.publish(path)
+    assert not list(tmp_path.iterdir())
