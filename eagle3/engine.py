@@ -101,6 +101,7 @@ class Engine:
             # Aux layers set outside a spec config are not in the compile cache's key.
             "enforce_eager": True,
             "disable_log_stats": False,
+            "use_tqdm_on_load": False,
             "worker_extension_cls": "eagle3.worker.CaptureWorker",
             "seed": seed,
         }
