@@ -59,6 +59,7 @@ class Drafter:
         verifier: Verifier,
         *,
         draft_vocab_size: int = 128,
+        target_ids: list[int] | None = None,
         aux_layer_ids: tuple[int, ...] = (1, 2, 3),
         seed: int = 0,
         **changes: Any,
@@ -66,7 +67,7 @@ class Drafter:
         geometry = section(**changes)
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            ids = torch.randperm(verifier.vocab_size)[:draft_vocab_size].tolist()
+            ids = target_ids or torch.randperm(verifier.vocab_size)[:draft_vocab_size].tolist()
             vocab_map = VocabMap.from_target_ids(ids, verifier.vocab_size)
             wiring = Wiring(
                 aux_layer_ids=aux_layer_ids,
@@ -80,7 +81,7 @@ class Drafter:
             config = speculators_config(
                 wiring,
                 geometry,
-                draft_vocab_size=draft_vocab_size,
+                draft_vocab_size=len(ids),
                 verifier=verifier,
                 num_speculative_tokens=3,
             )

@@ -18,7 +18,12 @@ from eagle3.acceptance import Acceptance, walk
 from eagle3.replay import Replay
 
 NUM_DRAFTED = 4
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 2.0,  # so large that leaving it out changes drafts
+}
 GEOMETRIES = {
     "grouped heads": {},
     "one head for all": {"num_key_value_heads": 1},
@@ -123,11 +128,18 @@ def test_answer_says_which_drafts_match(tiny_verifier_dir, tmp_path):
             token = start + i + 1 + k
             named = token < 12 and replayed.drafts[i, k] == input_ids[token]
             assert bool(replayed.matches[i, k]) == bool(named)
-    cut = replay.answer(
-        input_ids[:9], aux[:9], answer_start=start, num_answer_tokens=4, num_draft_tokens=3
-    )
-    assert not cut.matches[3].any()  # nothing is known past the end
-    assert torch.equal(cut.matches[0], replayed.matches[0])
+
+
+def test_nothing_matches_past_the_end(tiny_verifier_dir, tmp_path, monkeypatch):
+    drafter = Drafter.random(open_verifier(tiny_verifier_dir))
+    directory = drafter.export(tmp_path / "drafter")
+    replay = Replay(directory, drafter.verifier.embed_tokens(), torch.float32)
+    monkeypatch.setattr(Replay, "draft", lambda *_args: torch.full((3, 2), 7))
+    row = torch.full((6,), 7)  # every draft names the token every known place holds
+    matches = replay.answer(
+        row, torch.zeros(6, 3, 64), answer_start=3, num_answer_tokens=3, num_draft_tokens=2
+    ).matches
+    assert matches.tolist() == [[True, True], [True, False], [False, False]]
 
 
 def test_bfloat16_rounds_but_computes_the_same(tiny_verifier_dir, tmp_path):
