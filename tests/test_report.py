@@ -53,7 +53,7 @@ def test_report_holds_every_number():
     assert report["baseline"]["heldout"]["tokens_per_s"] == 1.25
     assert report["predicted_minus_served_per_position"] == [0.0, 0.02]
     assert report["largest_difference_at_draft_position"] == 1
-    assert {k: report["lossless"][k] for k in ("compared", "equal", "near_ties", "unexplained")} == {
+    assert {key: value for key, value in report["lossless"].items() if key != "examples"} == {
         "compared": 4,
         "equal": 3,
         "near_ties": 1,
