@@ -217,6 +217,8 @@ def _markdown(
                 for (at, drafted, actual), times in measured.predicted.misses.most_common()
                 if at == k
             ]
+            if not worst:
+                continue
             title = f"{name}, draft position {k}"
             lines += ["", *_table([title, "the verifier's", "times"], worst[:_MISSES_PER_POSITION])]
     lines += ["", *(f"![{picture}]({picture})" for picture in pictures)]
