@@ -54,8 +54,8 @@ class Replay:
     Args:
         directory: the exported drafter.
         embed_tokens: the verifier's, ``[vocab_size, H]``.
-        dtype: the engine's. In bfloat16 the top two logits are often equal; only the same
-            rounding picks the same one. float32 is for comparing with other implementations.
+        dtype: the engine's, so that a draft two logits are nearly tied for is decided by similar
+            rounding. float32 is for comparing with other implementations.
         device: where to compute.
     """
 
