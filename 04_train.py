@@ -61,14 +61,9 @@ def main(invocation: Invocation) -> None:
             num_speculative_tokens=config.verify.num_speculative_tokens,
         )
         drafter = build(drafter_config, stage.verifier, vocab)
-        drafter.lm_head.weight.requires_grad_(config.train.train_lm_head)
         rope_width = 2 * len(drafter.rotary_emb.inv_freq)
         assert rope_width == config.drafter.head_dim, "RoPE is not built from head_dim"
-        step = TTTStep(
-            drafter,
-            loss=config.train.loss,
-            ttt_step_loss_decay=config.train.ttt_step_loss_decay,
-        )
+        step = TTTStep(drafter, ttt_step_loss_decay=config.train.ttt_step_loss_decay)
         log(
             "drafter",
             trainable=sum(p.numel() for p in drafter.parameters() if p.requires_grad),

@@ -78,7 +78,6 @@ def main(invocation: Invocation) -> None:
             directory / WEIGHTS,
             found["lm_head.weight"],
             verifier.lm_head()[vocab_map.target_ids],
-            trained=config.train.train_lm_head,
         )
         check_loaders(directory, drafter, wiring, found)
 

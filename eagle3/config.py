@@ -183,8 +183,6 @@ class TrainSection(Section):
 
     ttt_steps: Annotated[int, Field(ge=1, le=7)]
     ttt_step_loss_decay: float = Field(gt=0, le=1)
-    loss: Literal["kl_div", "lk_hybrid"]
-    train_lm_head: bool
     num_epochs: Positive
     batch_tokens: Positive
     learning_rate: float = Field(gt=0)

@@ -47,6 +47,7 @@ class Validation:
 @torch.no_grad()
 def validate(step: TTTStep, reader: RowReader, plan: Sequence[list[int]], ttt_steps: int) -> Validation:
     """Run the validation plan; drafts are made at every position, then walked answer by answer."""
+    step.eval()
     device = step.drafter.fc.weight.device
     acceptance = Acceptance(0, (0,) * ttt_steps)
     asked, right = torch.zeros(ttt_steps), torch.zeros(ttt_steps)
@@ -113,7 +114,11 @@ class Trainer:
         )
         trainable = [p for p in step.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
-            trainable, lr=section.learning_rate, betas=(0.9, 0.95), weight_decay=section.weight_decay
+            trainable,
+            lr=section.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=section.weight_decay,
+            fused=True,
         )
         warmup_steps = math.ceil(section.warmup_share * len(self.plan))
         scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -136,11 +141,11 @@ class Trainer:
         progress = Progress(self.tokens_before[-1], "tokens", done=self.tokens_before[self.done_steps])
         left = self.plan[self.done_steps :]
         pin = self.accelerator.device.type == "cuda"
-        window: list[Any] = []
+        window: list[torch.Tensor] = []
         window_s = time.monotonic()
         for batch in prefetched(self.reader, left, self.section.ttt_steps, pin=pin):
             result = self._train_step(batch)
-            window.append((result.loss.detach(), result.loss_per_ttt_step, result.matches, batch.valid))
+            window.append(result.loss_per_ttt_step)
             if self.done_steps % self.section.log_every_steps == 0:
                 seconds, window_s = time.monotonic() - window_s, time.monotonic()
                 self._log_window(window, seconds)
@@ -170,14 +175,12 @@ class Trainer:
         self.done_steps += 1
         return result
 
-    def _log_window(self, window: list[Any], seconds: float) -> None:
+    def _log_window(self, window: list[torch.Tensor], seconds: float) -> None:
         """One line of ``metrics.jsonl`` for the steps since the last one; the only host sync."""
-        loss = float(torch.stack([loss for loss, *_ in window]).mean())
+        per_step = torch.stack(window).mean(0).tolist()
+        loss = sum(mean * self.section.ttt_step_loss_decay**k for k, mean in enumerate(per_step))
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} at step {self.done_steps}")
-        per_step = torch.stack([losses for _, losses, *_ in window]).mean(0)
-        right = sum(matches.sum(1) for *_, matches, _ in window)
-        asked = sum(valid.sum(1) for *_, valid in window)
         num_tokens = self.tokens_before[self.done_steps]
         since = self.tokens_before[self.done_steps - len(window)]
         self._write_metrics(
@@ -185,8 +188,7 @@ class Trainer:
             step=self.done_steps,
             tokens=num_tokens,
             loss=loss,
-            loss_per_ttt_step=per_step.tolist(),
-            accuracy_per_ttt_step=(right.cpu() / asked.cpu().clamp_min(1)).tolist(),
+            loss_per_ttt_step=per_step,
             learning_rate=self.scheduler.get_last_lr()[0],
             tokens_per_s=(num_tokens - since) / max(seconds, 1e-9),
         )
@@ -194,7 +196,6 @@ class Trainer:
 
     def _validate(self, epoch: int) -> None:
         model = self.accelerator.unwrap_model(self.step)
-        model.eval()
         with self.accelerator.autocast():
             found = validate(model, self.reader, self.validation_plan, self.section.ttt_steps)
         length = found.acceptance.acceptance_length

@@ -3,11 +3,10 @@
 Equals speculators' ``Eagle3DraftModel.forward`` where both supervise the same positions (a test
 holds loss and gradients together), at a fraction of its work: queries, MLP and logits only where
 something is supervised, the target distribution once a batch instead of once a TTT step, no dense
-attention across packed rows, and no ``[positions, vocabulary]`` tensor kept for the backward pass:
-the head's gradient is formed in the forward pass, chunk by chunk.
+attention across packed rows, and no ``[positions, vocabulary]`` tensor kept: neither the
+verifier's distribution nor the drafter's.
 
-EAGLE-3: Li et al., arXiv 2503.01840, section 3. Losses: KL, and the LK hybrid of Samarin et al.,
-"LK Losses", arXiv 2602.23881.
+EAGLE-3: Li et al., arXiv 2503.01840, section 3.
 
 Shapes: M positions, S supervised ones, B rows, L keys and Q queries a row (padded), K TTT steps,
 H hidden size, V draft vocabulary, N query heads, D head_dim.
@@ -27,7 +26,6 @@ from .batches import Batch
 
 # Logits formed at a time: they stay in the last-level cache of a CPU, and fill a GPU.
 _CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 27}
-_LK_ETA = 3.0  # the paper's best hybrid setting, and speculators' default
 
 
 @dataclass(frozen=True)
@@ -37,26 +35,28 @@ class StepResult:
     Attributes:
         loss: scalar, the sum over TTT steps of ``decay^k`` times the mean over valid positions.
         loss_per_ttt_step: ``[K]``, those means, detached.
-        matches: bool ``[K, S]``, the drafted token is the row's token (False where not valid).
+        matches: bool ``[K, S]``, the drafted token is the row's token (False where not valid);
+            None in training mode, where nobody asks.
     """
 
     loss: torch.Tensor
     loss_per_ttt_step: torch.Tensor
-    matches: torch.Tensor
+    matches: torch.Tensor | None
 
 
 class TTTStep(nn.Module):
     """Forward of one batch through ``ttt_steps`` chained drafter steps.
 
     Args:
-        drafter: speculators' ``Eagle3DraftModel``; its parameters are trained in place.
-        loss: ``kl_div`` or ``lk_hybrid``.
+        drafter: speculators' ``Eagle3DraftModel``; its parameters are trained in place, its
+            lm_head stays as it is (the verifier's rows, as speculators trains).
         ttt_step_loss_decay: weight of TTT step k is this to the power k.
     """
 
-    def __init__(self, drafter: Any, *, loss: str, ttt_step_loss_decay: float) -> None:
+    def __init__(self, drafter: Any, *, ttt_step_loss_decay: float) -> None:
         super().__init__()
-        self.drafter, self.loss, self.decay = drafter, loss, ttt_step_loss_decay
+        self.drafter, self.decay = drafter, ttt_step_loss_decay
+        drafter.lm_head.weight.requires_grad_(False)
         layer = drafter.config.transformer_layer_config
         self.num_heads, self.num_kv_heads = layer.num_attention_heads, layer.num_key_value_heads
         self.head_dim = layer.head_dim
@@ -68,16 +68,17 @@ class TTTStep(nn.Module):
 
     def forward(self, batch: Batch) -> StepResult:
         model, layer = self.drafter, self.drafter.layers[0]
-        targets = self._targets(batch)
+        expected, neg_entropy = self._targets(batch)
         hidden = self._combine(batch.aux_hidden_states)  # [M, H]
+        head = self._head()
         chain_keys: list[torch.Tensor] = []
         chain_values: list[torch.Tensor] = []
         keys = values = None
         losses, matches = [], []
         for k in range(len(batch.input_ids)):
-            embeds = model.embed_tokens(batch.input_ids[k])  # [M, H]
-            if k > 0:  # only supervised positions are continued
-                embeds = embeds[batch.supervised]
+            # All positions give keys; only supervised ones are continued.
+            ids = batch.input_ids[k] if k == 0 else batch.input_ids[k, batch.supervised]
+            embeds = model.embed_tokens(ids)
             normed = layer.hidden_norm(hidden)
             inputs = torch.cat([layer.input_layernorm(embeds), normed], dim=-1)
             residual = normed if layer.norm_before_residual else hidden
@@ -104,29 +105,54 @@ class TTTStep(nn.Module):
                 hidden = normed
 
             weights = batch.valid[k] / batch.valid[k].sum().clamp_min(1)
-            loss, drafted = HeadLoss.apply(
-                normed, model.lm_head.weight, targets, batch.target_index[k], weights, self.loss
+            losses.append(
+                HeadKL.apply(
+                    normed,
+                    head,
+                    expected[batch.target_index[k]],
+                    neg_entropy[batch.target_index[k]],
+                    weights,
+                )
             )
-            losses.append(loss)
-            drafted_ids = self.target_ids[drafted]
-            matches.append((drafted_ids == batch.next_token_ids[k]) & batch.valid[k])
+            if not self.training:
+                drafted_ids = self.target_ids[self._drafted(normed, head)]
+                matches.append((drafted_ids == batch.next_token_ids[k]) & batch.valid[k])
         total = sum(self.decay**k * loss for k, loss in enumerate(losses))
-        return StepResult(total, torch.stack(losses).detach(), torch.stack(matches))
+        found = torch.stack(matches) if matches else None
+        return StepResult(total, torch.stack(losses).detach(), found)
 
     @torch.no_grad()
-    def _targets(self, batch: Batch) -> torch.Tensor:
-        """The verifier's distribution over the draft vocabulary, ``[S, V]``, once a batch.
-
-        Kept in the compute dtype: bfloat16 under autocast, like the logits it is compared with.
+    def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The verifier's distribution p over the draft vocabulary, once a batch, as the two things
+        the loss needs of it: ``p W`` ``[S, H]`` and ``sum p log p`` ``[S]``, W the drafter's head.
         """
         model = self.drafter
         states = model.verifier_norm(batch.last_hidden_states.to(model.verifier_norm.weight.dtype))
-        weight = model.verifier_lm_head.weight
-        probabilities = []
-        for part in states.split(_chunk_rows(states, len(weight))):
-            logits = F.linear(part, weight)
-            probabilities.append(logits.float().softmax(-1).to(logits.dtype))
-        return torch.cat(probabilities)
+        head = self._head()
+        verifier_head = model.verifier_lm_head.weight.to(head.dtype)
+        states = states.to(head.dtype)
+        expected = torch.empty_like(states)
+        neg_entropy = torch.empty(len(states), device=states.device)
+        for part in _chunks(states, len(head)):
+            log_p = (states[part] @ verifier_head.T).float().log_softmax(-1)
+            p = log_p.exp()
+            neg_entropy[part] = (p * log_p).sum(-1)
+            expected[part] = p.to(head.dtype) @ head
+        return expected, neg_entropy
+
+    def _head(self) -> torch.Tensor:
+        """lm_head's weight in the compute dtype (bfloat16 under autocast)."""
+        weight = self.drafter.lm_head.weight.detach()
+        device = weight.device.type
+        if torch.is_autocast_enabled(device):
+            return weight.to(torch.get_autocast_dtype(device))
+        return weight
+
+    def _drafted(self, normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+        """Draft ids, argmax over the draft vocabulary, ``[S]``."""
+        states = normed.to(head.dtype)
+        parts = [(states[part] @ head.T).argmax(-1) for part in _chunks(states, len(head))]
+        return torch.cat(parts)
 
     def _combine(self, states: torch.Tensor) -> torch.Tensor:
         """``fc`` over the aux states, after whichever input norm the config has."""
@@ -195,68 +221,39 @@ def attend(
     return attended
 
 
-class HeadLoss(torch.autograd.Function):
-    """lm_head and loss in one pass, ``[positions, V]`` never kept.
+class HeadKL(torch.autograd.Function):
+    """lm_head and KL(verifier || drafter) in one pass, no ``[positions, V]`` tensor kept.
 
-    The gradient with respect to the logits has a closed form, so it is applied to the head right
-    away, chunk by chunk; the backward pass only scales what the forward pass found.
-
-    KL(p || q) = sum p log p - sum p z + logsumexp(z), gradient q - p.
-    LK hybrid: w KL + (1 - w) TV with w = exp(-eta alpha) held fixed, alpha = sum min(p, q),
-    TV = 1 - alpha, gradient of TV with respect to z_j: q_j (s - [q_j <= p_j]), s = the mass of q
-    where q <= p.
+    With logits z = W h, q = softmax(z) and the verifier's distribution p over the same V tokens:
+    KL = sum p log p - h . (p W) + logsumexp(z), and its gradient with respect to h is
+    q W - p W. So p is only needed as ``p W``, the head's row the verifier expects, which like the
+    entropy is computed once a batch; q is formed chunk by chunk and applied to the head at once.
+    The backward pass scales what the forward pass found. The head is frozen: no gradient of W.
     """
 
     @staticmethod
-    def forward(ctx, normed, weight, targets, target_index, weights, kind):
-        """Args: normed ``[S, H]``, weight ``[V, H]``, targets ``[S, V]``, target_index and weights
-        ``[S]``. Returns the weighted sum of the losses and the drafted ids (argmax) ``[S]``."""
-        dtype = targets.dtype
-        states, head = normed.to(dtype), weight.to(dtype)
-        need_states, need_head = ctx.needs_input_grad[:2]
-        grad_states = torch.empty_like(states) if need_states else None
-        grad_head = torch.zeros_like(weight, dtype=torch.float32) if need_head else None
-        loss = normed.new_zeros((), dtype=torch.float32)
-        drafted = torch.empty(len(states), dtype=torch.int64, device=states.device)
-        for rows in torch.arange(len(states), device="cpu").split(_chunk_rows(states, len(head))):
-            part = slice(int(rows[0]), int(rows[-1]) + 1)
-            logits = (states[part] @ head.T).float()
-            p = targets[target_index[part]].float()
-            drafted[part] = logits.argmax(-1)
-            log_z = logits.logsumexp(-1, keepdim=True)
-            cross_entropy = log_z[:, 0] - (p * logits).sum(-1)
-            q = logits.sub_(log_z).exp_()
-            kl = cross_entropy + torch.xlogy(p, p).sum(-1)
-            if kind == "kl_div":
-                each, gradient = kl, q - p
-            else:
-                alpha = torch.minimum(p, q).sum(-1)
-                below = q <= p
-                mass = (q * below).sum(-1, keepdim=True)
-                share = torch.exp(-_LK_ETA * alpha)[:, None]
-                each = share[:, 0] * kl + (1 - share[:, 0]) * (1 - alpha)
-                gradient = share * (q - p) + (1 - share) * q * (mass - below.float())
-            loss += (each * weights[part]).sum()
-            if need_states or need_head:
-                gradient = gradient.mul_(weights[part, None]).to(dtype)
-                if need_states:
-                    grad_states[part] = gradient @ head
-                if need_head:
-                    grad_head += (gradient.T @ states[part]).float()
-        ctx.save_for_backward(grad_states, grad_head)
-        ctx.normed_dtype = normed.dtype
-        ctx.mark_non_differentiable(drafted)
-        return loss, drafted
+    def forward(ctx, normed, weight, expected, neg_entropy, weights):
+        """Args: normed ``[S, H]``, weight ``[V, H]``, expected = p W ``[S, H]``, neg_entropy =
+        sum p log p ``[S]``, weights ``[S]``. Returns the weighted sum of the S divergences."""
+        states = normed.to(weight.dtype)
+        drafted = torch.empty_like(states)  # q W
+        log_z = neg_entropy.new_empty(len(states))
+        for part in _chunks(states, len(weight)):
+            logits = states[part] @ weight.T
+            log_z[part] = torch.logsumexp(logits.float(), dim=-1)
+            drafted[part] = logits.softmax(-1) @ weight
+        each = neg_entropy - (states.float() * expected.float()).sum(-1) + log_z
+        gradient = (drafted.float() - expected.float()) * weights[:, None]
+        ctx.save_for_backward(gradient.to(normed.dtype))
+        return (each * weights).sum()
 
     @staticmethod
-    def backward(ctx, grad_loss, _grad_drafted):
-        grad_states, grad_head = ctx.saved_tensors
-        if grad_states is not None:
-            grad_states = grad_states.to(ctx.normed_dtype) * grad_loss
-        if grad_head is not None:
-            grad_head = grad_head * grad_loss
-        return grad_states, grad_head, None, None, None, None
+    def backward(ctx, grad_loss):
+        (gradient,) = ctx.saved_tensors
+        return gradient * grad_loss, None, None, None, None
 
 
-def _chunk_rows(states: torch.Tensor, vocab_size: int) -> int:
-    return max(_CHUNK_LOGITS.get(states.device.type, 1 << 21) // vocab_size, 1)
+def _chunks(states: torch.Tensor, vocab_size: int) -> list[slice]:
+    """Slices of the positions whose logits are formed together."""
+    size = max(_CHUNK_LOGITS[states.device.type] // vocab_size, 1)
+    return [slice(begin, begin + size) for begin in range(0, len(states), size)]

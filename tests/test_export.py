@@ -190,15 +190,11 @@ def test_head_rows_belong_to_the_map(drafter, exported, tiny_verifier_dir):
     head = load_file(exported / WEIGHTS)["lm_head.weight"]
     lm_head = open_verifier(tiny_verifier_dir).lm_head()
     rows = lm_head[drafter.vocab_map.target_ids]
-    check_head(exported, head, rows, trained=False)
-    trained = head + 0.05 * torch.randn_like(head)
-    check_head(exported, trained, rows, trained=True)
+    check_head(exported, head, rows)
     offsets_as_ids = lm_head[drafter.vocab_map.d2t]
-    for kind in (False, True):
+    for wrong in (offsets_as_ids, rows.roll(1, 0), rows * 1.01):
         with pytest.raises(GateError, match="lm_head.weight"):
-            check_head(exported, head, offsets_as_ids, trained=kind)
-    with pytest.raises(GateError, match="lm_head.weight"):
-        check_head(exported, trained, rows, trained=False)
+            check_head(exported, head, wrong)
 
 
 def test_value_that_overflows_is_refused(drafter, tmp_path):

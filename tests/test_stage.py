@@ -232,7 +232,7 @@ def _another(run: Run, key: str, other_verifier: Path) -> Config:
         bool: [not old],
         int: [1, 2, 3],
         float: [0.25, 0.5],
-        str: ["other", "bfloat16", "lk_hybrid", "no"],
+        str: ["other", "bfloat16", "no"],
         type(Path()): ["other"],
         tuple: [[], [1, 2], [{"kind": "package", "name": "gsm8k", "max_conversations": 1}]],
         dict: [{"extra": 0.5}],
