@@ -268,7 +268,8 @@ def prefetched(
                     object.__setattr__(batch, field.name, value.pin_memory())
         return batch
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader") as pool:
+    # One core reads; a second team of OpenMP threads would spin against the one that trains.
+    with ThreadPoolExecutor(1, "batch-reader", torch.set_num_threads, (1,)) as pool:
         ahead = [pool.submit(load, row_ids) for row_ids in plan[:2]]
         for upcoming in [*plan[2:], None, None]:
             if not ahead:
