@@ -13,16 +13,12 @@ disk    (aux layers + 1) x hidden x 2 bytes a token: 4.6 KB in the demo, 57 KB f
 If it stops, run the same command again: published shards are kept, at most one is computed twice.
 """
 
-import json
-import shutil
 from pathlib import Path
 
-from eagle3.capture import VerifierHead, compute_shard, finish_shard, record_path
-from eagle3.config import Config
+from eagle3.capture import VerifierHead, compute_shard, finish_shard, plan_shards, read_record
 from eagle3.contract import Wiring
+from eagle3.disk import require_room
 from eagle3.engine import Engine
-from eagle3.errors import NoRoomError
-from eagle3.files import format_bytes
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, Progress, log, run_script, stop_flag
 from eagle3.shards import Shard, bytes_per_token
@@ -36,9 +32,17 @@ def main(invocation: Invocation) -> None:
             return
         rows = TokenRows.load(stage.inputs["01_data"].path("rows.safetensors"))
         wiring = Wiring.at_capture(config, stage.verifier)
-        plan = plan_shards(rows, config, stage.directory)
+        num_aux = len(wiring.aux_layer_ids)
+        token_bytes = bytes_per_token(num_aux, wiring.hidden_size, wiring.dtype)
+        shard_tokens = config.capture.shard_bytes // token_bytes
+        plan = plan_shards(rows.lengths, shard_tokens, stage.directory)
         records = {path: read_record(path) for path in plan}
-        check_disk(rows, config, stage.directory, [p for p in plan if records[p]])
+        require_room(
+            stage.directory,
+            needed_bytes=int(rows.lengths.sum()) * token_bytes,
+            kept_bytes=sum(record["bytes"] for record in records.values() if record),
+            budget_bytes=config.capture.disk_budget_bytes,
+        )
         if invocation.check:
             return
 
@@ -79,61 +83,6 @@ def main(invocation: Invocation) -> None:
             },
             wiring=wiring,
         )
-
-
-def plan_shards(rows: TokenRows, config: Config, directory: Path) -> dict[Path, list[int]]:
-    """Whole rows, in order, into shards of about ``capture.shard_bytes``."""
-    row_bytes = rows.lengths * token_bytes(config)
-    plan: dict[Path, list[int]] = {}
-    filled_bytes = config.capture.shard_bytes
-    for index in range(rows.num_rows):
-        if filled_bytes + row_bytes[index] > config.capture.shard_bytes:
-            path = directory / f"shard-{len(plan):05d}.safetensors"
-            plan[path], filled_bytes = [], 0
-        plan[path].append(index)
-        filled_bytes += row_bytes[index]
-    return plan
-
-
-def token_bytes(config: Config) -> int:
-    num_aux = len(config.capture.aux_layer_ids)
-    return bytes_per_token(num_aux, config.drafter.hidden_size, config.verifier.dtype)
-
-
-def read_record(path: Path) -> dict | None:
-    """A shard's record if shard and record are both there and of one size."""
-    if not path.is_file() or not record_path(path).is_file():
-        return None
-    record = json.loads(record_path(path).read_text(encoding="utf-8"))
-    return record if record["bytes"] == path.stat().st_size else None
-
-
-def check_disk(rows: TokenRows, config: Config, directory: Path, kept: list[Path]) -> None:
-    """Say what the stage needs, what is free and what it may use, before the engine starts."""
-    needed_bytes = int(rows.lengths.sum()) * token_bytes(config)
-    budget_bytes = config.capture.disk_budget_bytes
-    kept_bytes = sum(path.stat().st_size for path in kept)
-    existing = next(p for p in [directory, *directory.absolute().parents] if p.exists())
-    free_bytes = shutil.disk_usage(existing).free
-    log(
-        "disk",
-        needed=format_bytes(needed_bytes),
-        published=format_bytes(kept_bytes),
-        free=format_bytes(free_bytes),
-        budget=format_bytes(budget_bytes),
-    )
-    for limit_bytes, what, fix in (
-        (budget_bytes, "the budget", "raise capture.disk_budget_bytes or take fewer tokens"),
-        (free_bytes + kept_bytes, "the free space", "free space, or point run.dir elsewhere"),
-    ):
-        if needed_bytes > limit_bytes:
-            raise NoRoomError(
-                f"the hidden states do not fit {what}",
-                where=directory,
-                expected=f"at least {format_bytes(needed_bytes)}",
-                found=f"{what}: {format_bytes(limit_bytes)}",
-                fix=fix,
-            )
 
 
 def check_identities(rows: TokenRows, plan: dict[Path, list[int]], records: dict) -> None:

@@ -1,7 +1,7 @@
 """Train the EAGLE-3 drafter on the captured states.
 
 reads   01_data/rows.safetensors, 02_hidden/shard-*.safetensors, 03_vocab/vocab_map.safetensors
-writes  04_train/best.safetensors     float32 weights, best simulated acceptance length on validation
+writes  04_train/best.safetensors     float32, best simulated acceptance length on validation
         04_train/metrics.jsonl        loss per TTT step, accuracy per position, acceptance length
         04_train/curves.png
         04_train/checkpoints/         the last two, and the best; training state in float32

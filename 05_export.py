@@ -50,9 +50,7 @@ def main(invocation: Invocation) -> None:
         wiring = Wiring.at_capture(config, verifier).bind(
             vocab_map=vocab_map.digest, drafter=drafter
         )
-        wiring.require_equal(
-            train.wiring, where=train.directory, fix="run 04_train.py with --redo"
-        )
+        wiring.require_equal(train.wiring, where=train.directory, fix="run 04_train.py with --redo")
         sizes = {"draft_vocab_size": len(vocab_map.d2t), "vocab_size": verifier.vocab_size}
         table = tensor_table(drafter, num_aux=len(wiring.aux_layer_ids), **sizes)
         if invocation.check:

@@ -31,9 +31,7 @@ class Acceptance:
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
         accepted = zip(self.accepted_per_position, earlier.accepted_per_position, strict=True)
-        return Acceptance(
-            self.num_drafts - earlier.num_drafts, tuple(a - b for a, b in accepted)
-        )
+        return Acceptance(self.num_drafts - earlier.num_drafts, tuple(a - b for a, b in accepted))
 
     @property
     def acceptance_length(self) -> float:

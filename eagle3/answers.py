@@ -24,7 +24,7 @@ from .files import sha256_json, write_text
 from .script import Progress, log, stop_flag
 from .verifier import Verifier
 
-ANSWERS_PER_PART = 128
+PUBLISH_EVERY_S = 20  # what a kill can cost
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class AnswerBook:
         """
         lines: list[str] = []
         num_tokens, start_s = 0, time.monotonic()
+        published_s = start_s
         try:
             for sampling in dict.fromkeys(question.sampling for question in questions):
                 group = [question for question in questions if question.sampling == sampling]
@@ -129,9 +130,9 @@ class AnswerBook:
                         num_tokens += len(completion.token_ids)
                         rate = num_tokens / (time.monotonic() - start_s)
                         progress.advance(1, tokens_per_s=round(rate))
-                        if len(lines) >= ANSWERS_PER_PART:
+                        if time.monotonic() - published_s >= PUBLISH_EVERY_S:
                             self._publish(lines)
-                            lines = []
+                            lines, published_s = [], time.monotonic()
                         stop_flag.raise_if_set()
         finally:
             if lines:

@@ -119,7 +119,10 @@ def collate(rows: Sequence[Row], ttt_steps: int) -> Batch:
         flat_supervised.append(positions + int(key_begin[b]))
 
     input_ids = torch.stack(
-        [torch.cat([_shifted(row.input_ids, 1 + k, 1, 0) for row in rows]) for k in range(ttt_steps)]
+        [
+            torch.cat([_shifted(row.input_ids, 1 + k, 1, 0) for row in rows])
+            for k in range(ttt_steps)
+        ]
     )
     next_ids, valid, target_index = [], [], []
     for k in range(ttt_steps):
@@ -129,7 +132,9 @@ def collate(rows: Sequence[Row], ttt_steps: int) -> Batch:
         valid.append(torch.cat([c[p] for c, p in zip(chain, supervised, strict=True)]))
         # A valid chain at t makes t+1, ..., t+k supervised too: they follow t in S directly.
         entries = torch.arange(num_supervised)
-        target_index.append(torch.where(valid[-1], (entries + k).clamp_max(num_supervised - 1), entries))
+        target_index.append(
+            torch.where(valid[-1], (entries + k).clamp_max(num_supervised - 1), entries)
+        )
     return Batch(
         aux_hidden_states=torch.cat([row.aux_hidden_states[:-1].flatten(1) for row in rows]),
         input_ids=input_ids,

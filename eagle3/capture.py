@@ -7,9 +7,11 @@ argmax(lm_head(norm(last state))) computed here from the stored bytes and the ch
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ class VerifierHead:
         """``[n, hidden]`` states before the final norm -> float32 ``[n, vocab_size]`` logits."""
         states = last_states.float()
         normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
-        return (((normed.to(self.dtype) * self.norm) @ self.lm_head.T)).float()
+        return ((normed.to(self.dtype) * self.norm) @ self.lm_head.T).float()
 
     def is_near_tie(self, logits: torch.Tensor, token_id: int) -> bool:
         """Whether a token's logit is within rounding of the largest one."""
@@ -74,7 +76,7 @@ def compute_shard(
     return PendingShard(path, rows, next_token_ids)
 
 
-def finish_shard(engine: Engine, head: VerifierHead, pending: PendingShard) -> dict[str, int | str]:
+def finish_shard(engine: Engine, head: VerifierHead, pending: PendingShard) -> dict[str, Any]:
     """Wait for the shard's file and prove it; its record (bytes, sha256, near ties) is published
     beside it as ``<shard>.json``, last: no record, no shard.
 
@@ -112,6 +114,33 @@ def capture_rows(
     """Capture a few rows into one proven shard, row ids 0, 1, ... (06 replays what it served)."""
     finish_shard(engine, head, compute_shard(engine, wiring, range(len(rows)), rows, path))
     return Shard.open(path)
+
+
+def plan_shards(
+    lengths_tokens: Sequence[int], shard_tokens: int, directory: Path
+) -> dict[Path, list[int]]:
+    """Whole rows, in order, into shards of up to ``shard_tokens`` tokens, or one longer row.
+
+    >>> list(plan_shards([3, 4, 9, 2], 8, Path("02_hidden")).values())
+    [[0, 1], [2], [3]]
+    """
+    plan: dict[Path, list[int]] = {}
+    filled_tokens = shard_tokens
+    for row_id, length_tokens in enumerate(lengths_tokens):
+        if not plan or filled_tokens + length_tokens > shard_tokens:
+            path = directory / f"shard-{len(plan):05d}.safetensors"
+            plan[path], filled_tokens = [], 0
+        plan[path].append(row_id)
+        filled_tokens += int(length_tokens)
+    return plan
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """A shard's record if shard and record are both there and of one size."""
+    if not path.is_file() or not record_path(path).is_file():
+        return None
+    record = json.loads(record_path(path).read_text(encoding="utf-8"))
+    return record if record["bytes"] == path.stat().st_size else None
 
 
 def record_path(shard_path: Path) -> Path:

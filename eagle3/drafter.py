@@ -150,7 +150,7 @@ def build(config: Any, verifier: Verifier, vocab: VocabMap) -> Any:
         borrowed |= {"d2t": vocab.d2t, "t2d": vocab.t2d}
     # The norm's epsilon is the verifier's own where the drafter's differs.
     model.verifier_norm.variance_epsilon = verifier.rms_norm_eps
-    missing, unexpected = model.load_state_dict(borrowed, strict=False)
+    _, unexpected = model.load_state_dict(borrowed, strict=False)
     assert not unexpected, unexpected
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in BORROWED)

@@ -45,7 +45,9 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(step: TTTStep, reader: RowReader, plan: Sequence[list[int]], ttt_steps: int) -> Validation:
+def validate(
+    step: TTTStep, reader: RowReader, plan: Sequence[list[int]], ttt_steps: int
+) -> Validation:
     """Run the validation plan; drafts are made at every position, then walked answer by answer."""
     step.eval()
     device = step.drafter.fc.weight.device
@@ -138,7 +140,9 @@ class Trainer:
             RuntimeError: the loss is not finite (a bug or a learning rate far too high).
         """
         self._resume()
-        progress = Progress(self.tokens_before[-1], "tokens", done=self.tokens_before[self.done_steps])
+        progress = Progress(
+            self.tokens_before[-1], "tokens", done=self.tokens_before[self.done_steps]
+        )
         left = self.plan[self.done_steps :]
         pin = self.accelerator.device.type == "cuda"
         window: list[torch.Tensor] = []
@@ -158,7 +162,9 @@ class Trainer:
             if self.done_steps in self.epoch_ends:
                 self._validate(self.epoch_ends[self.done_steps])
                 self._save()
-            elif self.done_steps % self.section.checkpoint_every_steps == 0 or stop_flag.signal_name:
+            elif (
+                self.done_steps % self.section.checkpoint_every_steps == 0 or stop_flag.signal_name
+            ):
                 self._save()
             if self.done_steps < len(self.plan):
                 stop_flag.raise_if_set()
@@ -272,7 +278,7 @@ class Trainer:
 
 
 def trained_state(step: TTTStep) -> dict[str, torch.Tensor]:
-    """The drafter's own tensors, float32, named as speculators names them; borrowed ones left out."""
+    """The drafter's own tensors, float32, by speculators' names; borrowed ones left out."""
     state = step.drafter.state_dict()
     return {name: tensor.cpu() for name, tensor in state.items() if name not in BORROWED}
 

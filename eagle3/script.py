@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from .config import Config, load_config
+from .config import Config
+from .config_file import load_config
 from .errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, Interrupted, PipelineError
 
 

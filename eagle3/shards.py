@@ -5,7 +5,7 @@ A shard is one safetensors file, readable row by row without the rest:
     input_ids           int32 [num_tokens]                   tokens the engine itself ran
     row_ids             int64 [num_rows]                     indices into 01's rows
     row_offsets         int64 [num_rows + 1]
-    aux_hidden_states   dtype [num_tokens, num_aux, hidden]  state entering each aux layer, ascending
+    aux_hidden_states   dtype [num_tokens, num_aux, hidden]  entering each aux layer, ascending
     last_hidden_states  dtype [num_tokens, hidden]           last layer's output, before the norm
 
 The worker imports this module inside vLLM's processes: keep its imports few.
@@ -115,7 +115,7 @@ class ShardBuffer:
 
 @dataclass(frozen=True)
 class CapturedRow:
-    """One row's tokens (int64 ``[n]``), aux states ``[n, num_aux, H]`` and last states ``[n, H]``."""
+    """One row: tokens int64 ``[n]``, aux states ``[n, num_aux, H]``, last states ``[n, H]``."""
 
     row_id: int
     input_ids: torch.Tensor
@@ -181,7 +181,7 @@ class Shard:
         )
 
     def final_states(self) -> torch.Tensor:
-        """Last state of every row's last token, ``[num_rows, H]``: what the verifier's head reads."""
+        """Last state of every row's last token, ``[num_rows, H]``."""
         last = self._file.get_slice("last_hidden_states")
         return torch.cat([last[int(end) - 1 : int(end)] for end in self.row_offsets[1:]])
 

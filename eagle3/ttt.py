@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import rotate_half
 
 from .batches import Batch

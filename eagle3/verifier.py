@@ -7,7 +7,6 @@ on a multimodal one whose text model carries a prefix (``language_model.model.``
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +18,9 @@ from safetensors import safe_open
 
 from .config import VerifierSection
 from .errors import ConfigError
-from .files import sha256_file, sha256_json
+from .files import sampled_sha256, sha256_file, sha256_json
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
-_SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -117,20 +115,11 @@ class Verifier:
     def identity(self) -> dict[str, str]:
         """What makes this verifier itself; any change makes every stage stale.
 
-        Weight files of hundreds of gigabytes are not read whole: each contributes its size, its
-        header and 64 KiB from each of eight places, which a retrained or requantised checkpoint
-        cannot share.
+        Weight files of hundreds of gigabytes are sampled, not read whole (``sampled_sha256``).
         """
-        weights = hashlib.sha256()
-        for path in sorted(self.directory.glob("*.safetensors")):
-            size_bytes = path.stat().st_size
-            weights.update(f"{path.name}:{size_bytes}".encode())
-            with open(path, "rb") as file:
-                header_bytes = int.from_bytes(file.read(8), "little")
-                weights.update(file.read(min(header_bytes, size_bytes)))
-                for place in range(8):
-                    file.seek(place * max(size_bytes - _SAMPLE_BYTES, 0) // 7)
-                    weights.update(file.read(_SAMPLE_BYTES))
+        weights = {
+            path.name: sampled_sha256(path) for path in sorted(self.directory.glob("*.safetensors"))
+        }
         tokenizer = {
             name: sha256_file(self.directory / name)
             for name in _TOKENIZER_FILES
@@ -139,7 +128,7 @@ class Verifier:
         template = self.tokenizer.chat_template
         return {
             "config": sha256_json(self.config),
-            "weights": weights.hexdigest(),
+            "weights": sha256_json(weights),
             "tokenizer": sha256_json(tokenizer),
             "chat_template": sha256_json(template),
             "end_of_turn": sha256_json(list(self.end_of_turn_ids)),
@@ -196,7 +185,7 @@ def _bad(where: Any, expected: Any, found: Any) -> ConfigError:
 
 def _download(section: VerifierSection) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(section.path, revision=section.revision))

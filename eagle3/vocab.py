@@ -52,9 +52,7 @@ class TokenCounts:
         return cls(counts, rows.sources)
 
     def save(self, path: Path) -> None:
-        write_tensors(
-            path, {"counts": self.counts}, metadata={"sources": json.dumps(self.sources)}
-        )
+        write_tensors(path, {"counts": self.counts}, metadata={"sources": json.dumps(self.sources)})
 
     @classmethod
     def load(cls, path: Path) -> TokenCounts:

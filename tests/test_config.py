@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from eagle3.config import Config, load_config
+from eagle3.config import Config
+from eagle3.config_file import load_config
 from eagle3.errors import EXIT_CONFIG, ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eagle3.contract
-from eagle3.config import load_config
+from eagle3.config_file import load_config
 from eagle3.contract import Wiring, supervised_positions
 from eagle3.errors import EXIT_STALE, ConfigError, StaleInputError
 from eagle3.verifier import Verifier

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from eagle3 import corpus
 from eagle3.chat import Chat, Conversation
-from eagle3.config import DataSection, HubSource, LocalSource, PackageSource, load_config
+from eagle3.config import DataSection, HubSource, LocalSource, PackageSource
+from eagle3.config_file import load_config
 from eagle3.corpus import fold, read_source, text_key
 from eagle3.errors import ConfigError
 from eagle3.selection import check_config, evaluation_prompts, fitting, select, split

@@ -58,10 +58,9 @@ def test_an_exception_leaves_what_was_there(error, there_before, tmp_path):
     path = tmp_path / "file"
     if there_before:
         write_text(path, "old")
-    with pytest.raises(error):
-        with publishing(path) as partial:
-            partial.write_text("half of the n")
-            raise error("stop")
+    with pytest.raises(error), publishing(path) as partial:
+        partial.write_text("half of the n")
+        raise error("stop")
     assert os.listdir(tmp_path) == (["file"] if there_before else [])
     assert not there_before or path.read_text() == "old"
 

@@ -11,7 +11,7 @@ from drafters import Drafter, open_verifier
 
 from eagle3.acceptance import Acceptance
 from eagle3.capture import NEAR_TIE, VerifierHead
-from eagle3.config import load_config
+from eagle3.config_file import load_config
 from eagle3.engine import Sampling
 from eagle3.predict import predict, served_answers
 from eagle3.replay import Replay
@@ -126,9 +126,7 @@ def test_vllm_counts_what_replay_predicts(trained, write_config, tmp_path, name)
     paths = {"test": tmp_path / "baseline.json"}
     serve_sets(engine, {"test": prompts}, paths, MAX_NEW_TOKENS, 0)
     shard = tmp_path / "states.safetensors"
-    capture_served(
-        engine, drafter.wiring, head, prompts, with_drafter.answers, shard, NUM_DRAFTED
-    )
+    capture_served(engine, drafter.wiring, head, prompts, with_drafter.answers, shard, NUM_DRAFTED)
     engine.close()
     baseline = ServedRun.load(paths["test"])
 

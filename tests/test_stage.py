@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from eagle3 import stage as stage_module
-from eagle3.config import Config, load_config
+from eagle3.artifact import STAGES, Artifact, expected_fingerprint, open_artifact
+from eagle3.config import Config
+from eagle3.config_file import load_config
 from eagle3.errors import ConfigError, GateError, NoRoomError, StaleInputError
 from eagle3.files import write_text
 from eagle3.script import Invocation
-from eagle3.stage import STAGES, Artifact, Stage, expected_fingerprint, open_artifact
+from eagle3.stage import Stage
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,9 +54,8 @@ class Run:
         return open_artifact(self.config, name, self.invocation())
 
     def refused(self, name: str = "01_data", **flags: bool) -> StaleInputError:
-        with pytest.raises(StaleInputError) as caught:
-            with self.stage(name, **flags):
-                pass
+        with pytest.raises(StaleInputError) as caught, self.stage(name, **flags):
+            pass
         return caught.value
 
     def files(self) -> dict[str, bytes]:
@@ -116,9 +117,8 @@ def test_the_manifest_tells_what_was_made_and_the_banner_from_what(run, capsys):
 
 
 def test_counts_that_do_not_add_up_are_our_bug(run):
-    with run.stage() as stage:
-        with pytest.raises(AssertionError):
-            stage.commit(files=[], counts={"in": 3, "out": 1, "dropped": {"too long": 1}})
+    with run.stage() as stage, pytest.raises(AssertionError):
+        stage.commit(files=[], counts={"in": 3, "out": 1, "dropped": {"too long": 1}})
     assert not (stage.directory / "manifest.json").exists()
 
 
@@ -499,3 +499,14 @@ def test_a_disk_full_to_the_last_byte_is_exit_5(write_config, small_disk, tmp_pa
     screen, errors = process.communicate(timeout=60)
     assert process.returncode == 5, errors
     assert "the disk is full" in screen and "Traceback" not in screen + errors
+
+
+def test_a_local_source_edited_in_place_makes_01_stale(write_config, tmp_path):
+    source = tmp_path / "chats.jsonl"
+    source.write_text('{"messages": []}\n')
+    local = {"kind": "local", "name": "chats", "path": str(source), "max_conversations": None}
+    config = load_config(write_config({"data.sources": [local]}))
+    before = expected_fingerprint(config, "01_data", {})
+    assert before == expected_fingerprint(config, "01_data", {})
+    source.write_text('{"messages": [1]}\n')
+    assert expected_fingerprint(config, "01_data", {}) != before

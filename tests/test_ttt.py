@@ -142,9 +142,7 @@ def test_step_equals_speculators(ttt_steps, num_kv_heads, flags, monkeypatch):
 
 def test_head_gets_no_gradient():
     model = build()
-    TTTStep(model, ttt_step_loss_decay=1.0)(
-        collate(random_rows(), 3)
-    ).loss.backward()
+    TTTStep(model, ttt_step_loss_decay=1.0)(collate(random_rows(), 3)).loss.backward()
     assert model.lm_head.weight.grad is None and model.fc.weight.grad is not None
 
 
@@ -171,8 +169,12 @@ def test_wrong_alignment_would_show():
     assert abs(step(collate(rows, 3)).loss - step(collate(shifted, 3)).loss) > 1e-3
 
 
-@given(st.lists(st.booleans(), min_size=3, max_size=24).filter(
-    lambda mask: supervised_positions(mask, 0)), st.integers(1, 7))
+@given(
+    st.lists(st.booleans(), min_size=3, max_size=24).filter(
+        lambda mask: supervised_positions(mask, 0)
+    ),
+    st.integers(1, 7),
+)
 def test_collate_supervises_what_the_contract_says(mask, ttt_steps):
     n = len(mask)
     row = Row(

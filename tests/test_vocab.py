@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from eagle3.config import load_config
+from eagle3.artifact import open_artifact
+from eagle3.config_file import load_config
 from eagle3.errors import EXIT_DONE, ConfigError, StaleInputError
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation
-from eagle3.stage import Stage, open_artifact
+from eagle3.stage import Stage
 from eagle3.verifier import Verifier
 from eagle3.vocab import TokenCounts, VocabMap, choose, coverage, forced_ids
 

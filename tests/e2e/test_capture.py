@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from eagle3.capture import VerifierHead, capture_rows
-from eagle3.config import load_config
+from eagle3.config_file import load_config
 from eagle3.contract import Wiring
 from eagle3.engine import Engine
 from eagle3.verifier import Verifier
