@@ -26,6 +26,7 @@ from eagle3.chat import Chat
 from eagle3.corpus import read_source
 from eagle3.errors import ConfigError
 from eagle3.files import write_json, write_text
+from eagle3.preflight import check
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 from eagle3.selection import check_config, evaluation_prompts, fitting, select, split
@@ -37,6 +38,8 @@ from eagle3.vocab import TokenCounts
 
 def main(invocation: Invocation) -> None:
     config = invocation.load_config()
+    if invocation.check:
+        return check(config, "01_data", invocation)
     with Stage(config, "01_data", invocation) as stage:
         if stage.done:
             return
@@ -48,9 +51,6 @@ def main(invocation: Invocation) -> None:
         corpus = [read_source(source) for source in data.sources]
         evaluation, evaluation_keys = evaluation_prompts(config, chat)
         sets = {name: fitting(name, prompts, config) for name, prompts in evaluation.items()}
-        if invocation.check:
-            return
-
         candidates, dropped = select(corpus, chat, data, evaluation_keys)
         log("selected", passed=len(candidates), **dropped)
         is_validation = split(candidates, data)

@@ -19,6 +19,7 @@ from eagle3.capture import VerifierHead, compute_shard, finish_shard, plan_shard
 from eagle3.contract import Wiring
 from eagle3.disk import require_room
 from eagle3.engine import Engine
+from eagle3.preflight import check
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, Progress, log, run_script, stop_flag
 from eagle3.shards import Shard, bytes_per_token
@@ -27,6 +28,8 @@ from eagle3.stage import Stage
 
 def main(invocation: Invocation) -> None:
     config = invocation.load_config()
+    if invocation.check:
+        return check(config, "02_hidden", invocation)
     with Stage(config, "02_hidden", invocation) as stage:
         if stage.done:
             return
@@ -43,9 +46,6 @@ def main(invocation: Invocation) -> None:
             kept_bytes=sum(record["bytes"] for record in records.values() if record),
             budget_bytes=config.capture.disk_budget_bytes,
         )
-        if invocation.check:
-            return
-
         missing = [path for path in plan if not records[path]]
         if missing:
             done_tokens = sum(record["tokens"] for record in records.values() if record)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from eagle3.files import publishing
+from eagle3.preflight import check
 from eagle3.script import Invocation, log, run_script
 from eagle3.stage import Stage
 from eagle3.vocab import TokenCounts, VocabMap, choose, coverage, forced_ids, ranking
@@ -24,6 +25,8 @@ from eagle3.vocab import TokenCounts, VocabMap, choose, coverage, forced_ids, ra
 
 def main(invocation: Invocation) -> None:
     config = invocation.load_config()
+    if invocation.check:
+        return check(config, "03_vocab", invocation)
     with Stage(config, "03_vocab", invocation) as stage:
         if stage.done:
             return
@@ -32,9 +35,6 @@ def main(invocation: Invocation) -> None:
         token_counts = TokenCounts.load(stage.inputs["01_data"].path("token_counts.safetensors"))
         totals = token_counts.counts.sum(dim=0)
         vocab_map, num_filled = choose(totals, config.vocab.draft_vocab_size, forced)
-        if invocation.check:
-            return
-
         vocab_map.save(stage.directory / "vocab_map.safetensors")
         order = ranking(totals, forced)
         plot(stage.directory / "coverage.png", token_counts, order, len(vocab_map.d2t))

@@ -22,6 +22,7 @@ from eagle3.errors import ConfigError, GateError
 from eagle3.files import write_tensors
 from eagle3.loop import Trainer, trained_state
 from eagle3.pictures import draw_training
+from eagle3.preflight import check
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 from eagle3.shards import open_all
@@ -32,6 +33,8 @@ from eagle3.vocab import VocabMap
 
 def main(invocation: Invocation) -> None:
     config = invocation.load_config()
+    if invocation.check:
+        return check(config, "04_train", invocation)
     with Stage(config, "04_train", invocation) as stage:
         if stage.done:
             return
@@ -49,9 +52,6 @@ def main(invocation: Invocation) -> None:
         row_ids, dropped = trainable_rows(rows)
         validation_ids = [i for i in range(rows.num_rows) if rows.is_validation[i]]
         check_enough(row_ids, validation_ids, config)
-        if invocation.check:
-            return
-
         torch.manual_seed(config.train.seed)
         drafter_config = speculators_config(
             wiring,

@@ -14,12 +14,10 @@ is the drafter's, 2 bytes a parameter. If it stops, run the same command again.
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from eagle3.contract import Wiring
-from eagle3.drafter import tensor_table
+from eagle3.drafter import num_parameters, tensor_table
 from eagle3.export import (
     CONFIG,
     WEIGHTS,
@@ -29,7 +27,7 @@ from eagle3.export import (
     write_directory,
 )
 from eagle3.exported import check_directory, check_head, check_loaders
-from eagle3.files import format_bytes
+from eagle3.preflight import check, show_table
 from eagle3.script import Invocation, log, run_script
 from eagle3.stage import Stage
 from eagle3.vocab import VocabMap
@@ -39,6 +37,8 @@ DRAFTER = "drafter"
 
 def main(invocation: Invocation) -> None:
     config = invocation.load_config()
+    if invocation.check:
+        return check(config, "05_export", invocation)
     with Stage(config, "05_export", invocation) as stage:
         if stage.done:
             return
@@ -53,10 +53,6 @@ def main(invocation: Invocation) -> None:
         wiring.require_equal(train.wiring, where=train.directory, fix="run 04_train.py with --redo")
         sizes = {"draft_vocab_size": len(vocab_map.d2t), "vocab_size": verifier.vocab_size}
         table = tensor_table(drafter, num_aux=len(wiring.aux_layer_ids), **sizes)
-        if invocation.check:
-            show(table)
-            return
-
         train.verify_checksums()
         tensors = serving_tensors(train.path("best.safetensors"), table)
         # Drafted tokens by default: as many as training unrolled.
@@ -79,7 +75,7 @@ def main(invocation: Invocation) -> None:
         )
         check_loaders(directory, drafter, wiring, found)
 
-        show(table)
+        show_table(table)
         log("wiring", aux_layer_ids=list(wiring.aux_layer_ids), vocab_map=wiring.vocab_map[:12])
         log("vLLM's config code and speculators' loader read the same", tensors=len(found))
         stage.commit(
@@ -87,26 +83,6 @@ def main(invocation: Invocation) -> None:
             counts={"tensors": len(table), "parameters": num_parameters(table)},
             wiring=wiring,
         )
-
-
-def num_parameters(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """Weights, the vocabulary map not counted."""
-    return sum(math.prod(shape) for shape, dtype in table.values() if dtype.is_floating_point)
-
-
-def show(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
-    """The tensor table, a line a tensor."""
-    total_bytes = 0
-    for name, (shape, dtype) in table.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        total_bytes += num_bytes
-        log(
-            f"{name:42}",
-            shape="x".join(map(str, shape)),
-            dtype=str(dtype).removeprefix("torch."),
-            size=format_bytes(num_bytes),
-        )
-    log("total", parameters=f"{num_parameters(table):,}", size=format_bytes(total_bytes))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from eagle3.exported import check_directory
 from eagle3.predict import num_validation_answers, predict, served_answers, validation_answers
 from eagle3.replay import Replay
 from eagle3.report import Measured, build, check_gates, require_pass, write
+from eagle3.preflight import check
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script, stop_flag
 from eagle3.serve import Lossless, ServedRun, capture_served, compare, missing, serve_sets
@@ -42,6 +43,8 @@ DRAFTER = "drafter"
 
 def main(invocation: Invocation) -> None:
     config = invocation.load_config()
+    if invocation.check:
+        return check(config, "06_verify", invocation)
     with Stage(config, "06_verify", invocation) as stage:
         if stage.done:
             return
@@ -62,9 +65,6 @@ def main(invocation: Invocation) -> None:
             num_speculative_tokens=config.train.ttt_steps,
         )
         log("files", drafter=drafter, note="every tensor and key is what the config says")
-        if invocation.check:
-            return
-
         # Second witness: vLLM, on the same prompts with the drafter and without.
         num_drafted = config.verify.num_speculative_tokens
         concurrency = config.verify.concurrency

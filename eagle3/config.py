@@ -146,6 +146,15 @@ class VocabSection(Section):
     forced_tokens: tuple[str, ...]
 
 
+class ReferenceGeometry(Section):
+    """A published drafter this one is meant to match; ``source`` says which."""
+
+    source: str
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+
+
 class DrafterSection(Section):
     """The drafter's geometry. ``head_dim`` is always set, never derived."""
 
@@ -162,6 +171,21 @@ class DrafterSection(Section):
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
+    reference: ReferenceGeometry | None = _operational()
+
+    @model_validator(mode="after")
+    def _as_published(self) -> DrafterSection:
+        for key in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+            expected = self.reference and getattr(self.reference, key)
+            found = getattr(self, key)
+            if expected and found != expected:
+                raise ValueError(
+                    f"{key} {expected}, as {self.reference.source} (found {found}). "
+                    "hidden_size / heads and the verifier's own rope width (112 and 64 for Kimi) "
+                    "train without an error and are truncated when served. To depart on purpose, "
+                    "set drafter.reference to null"
+                )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> DrafterSection:
@@ -205,6 +229,14 @@ class VerifySection(Section):
     gates: GatesSection
 
 
+class AssumedRates(Section):
+    """Tokens a second that ``--check`` estimates times with; measured ones stand in the logs."""
+
+    generate: Positive
+    capture: Positive
+    train: Positive
+
+
 class Config(Section):
     """One run. Sections in the order the scripts read them."""
 
@@ -218,6 +250,7 @@ class Config(Section):
     drafter: DrafterSection
     train: TrainSection
     verify: VerifySection
+    assumed_tokens_per_s: AssumedRates
 
     @property
     def run_dir(self) -> Path:

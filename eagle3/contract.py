@@ -91,7 +91,7 @@ class Wiring:
 
     def bind(self, *, vocab_map: str, drafter: DrafterSection) -> Wiring:
         """The whole contract, once the vocabulary map (by hash) and the geometry are fixed."""
-        return replace(self, vocab_map=vocab_map, drafter=drafter.model_dump(mode="json"))
+        return replace(self, vocab_map=vocab_map, drafter=drafter.fingerprint())
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "aux_layer_ids": list(self.aux_layer_ids)}

@@ -7,6 +7,7 @@ DeepSeek class, and a plain Llama config would answer hidden_size // heads.)
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def tensor_table(
         table["d2t"] = ((draft_vocab_size,), torch.int64)
         table["t2d"] = ((vocab_size,), torch.bool)
     return table
+
+
+def num_parameters(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Weights in a tensor table, the vocabulary map not counted."""
+    return sum(math.prod(shape) for shape, dtype in table.values() if dtype.is_floating_point)
 
 
 def rope_parameters(drafter: DrafterSection) -> dict[str, Any]:

@@ -72,9 +72,6 @@ class Stage:
         for upstream in self.spec.inputs:
             self.inputs[upstream] = open_artifact(self.config, upstream, self.invocation)
         self.fingerprint = expected_fingerprint(self.config, self.name, self.inputs)
-        if self.invocation.check:
-            self._banner("check only, nothing is computed")
-            return self
         self.directory.mkdir(parents=True, exist_ok=True)
         self._take_lock()
         try:

@@ -18,8 +18,10 @@ from safetensors import safe_open
 
 from .config import VerifierSection
 from .errors import ConfigError
+from .family import required_keys
 from .files import sampled_sha256, sha256_file, sha256_json
 
+_METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
 
 
@@ -38,21 +40,28 @@ class Verifier:
     trust_remote_code: bool
 
     @classmethod
-    def open(cls, section: VerifierSection) -> Verifier:
+    def open(cls, section: VerifierSection, *, weights: bool = True) -> Verifier:
         """Find the verifier: a local directory, or a hub name resolved to its snapshot.
 
+        Args:
+            weights: False takes its metadata alone (config, tokenizer, weight index).
+
         Raises:
-            ConfigError: it does not exist, or is no safetensors checkpoint.
+            ConfigError: it does not exist, is no safetensors checkpoint, or lacks a key vLLM reads.
         """
         directory = Path(section.path)
         if not directory.is_dir():
-            directory = _download(section)
-        for name in ("config.json",):
-            if not (directory / name).is_file():
-                raise _bad(directory / name, "a Hugging Face model directory", "no such file")
+            directory = _download(section, weights)
+        if not (directory / "config.json").is_file():
+            found = "no such file"
+            raise _bad(directory / "config.json", "a Hugging Face model directory", found)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        if not any(directory.glob("*.safetensors")):
+        if weights and not any(directory.glob("*.safetensors")):
             raise _bad(directory, "safetensors weights", "none")
+        for key, reader in required_keys(config).items():
+            if key not in config:
+                expected = f"{key}, which vLLM reads ({reader})"
+                raise _bad(directory / "config.json", expected, "no such key")
         return cls(directory, config, section.trust_remote_code)
 
     @property
@@ -75,6 +84,14 @@ class Verifier:
     @property
     def rms_norm_eps(self) -> float:
         return self.text_config["rms_norm_eps"]
+
+    @property
+    def weights_bytes(self) -> int | None:
+        """Size of the weights, from their index or the files; None if neither is here."""
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            return json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+        return sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) or None
 
     @cached_property
     def tokenizer(self):
@@ -183,12 +200,15 @@ def _bad(where: Any, expected: Any, found: Any) -> ConfigError:
     )
 
 
-def _download(section: VerifierSection) -> Path:
+def _download(section: VerifierSection, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(section.path, revision=section.revision))
+        patterns = None if weights else _METADATA_FILES
+        return Path(
+            snapshot_download(section.path, revision=section.revision, allow_patterns=patterns)
+        )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise _bad(
             f"verifier.path = {section.path}",
