@@ -113,27 +113,23 @@ class AnswerBook:
         num_tokens, start_s = 0, time.monotonic()
         published_s = start_s
         try:
-            for sampling in dict.fromkeys(question.sampling for question in questions):
-                group = [question for question in questions if question.sampling == sampling]
-                prompts = [question.prompt_ids for question in group]
-                with closing(engine.generate(prompts, sampling)) as completions:
-                    for completion in completions:
-                        lines.append(
-                            json.dumps(
-                                {
-                                    "key": group[completion.index].key,
-                                    "token_ids": list(completion.token_ids),
-                                    "finished_by_stop": completion.finished_by_stop,
-                                }
-                            )
-                        )
-                        num_tokens += len(completion.token_ids)
-                        rate = num_tokens / (time.monotonic() - start_s)
-                        progress.advance(1, tokens_per_s=round(rate))
-                        if time.monotonic() - published_s >= PUBLISH_EVERY_S:
-                            self._publish(lines)
-                            lines, published_s = [], time.monotonic()
-                        stop_flag.raise_if_set()
+            prompts = [question.prompt_ids for question in questions]
+            sampling = [question.sampling for question in questions]
+            with closing(engine.generate(prompts, sampling)) as completions:
+                for completion in completions:
+                    record = {
+                        "key": questions[completion.index].key,
+                        "token_ids": list(completion.token_ids),
+                        "finished_by_stop": completion.finished_by_stop,
+                    }
+                    lines.append(json.dumps(record))
+                    num_tokens += len(completion.token_ids)
+                    rate = num_tokens / (time.monotonic() - start_s)
+                    progress.advance(1, tokens_per_s=round(rate))
+                    if time.monotonic() - published_s >= PUBLISH_EVERY_S:
+                        self._publish(lines)
+                        lines, published_s = [], time.monotonic()
+                    stop_flag.raise_if_set()
         finally:
             if lines:
                 self._publish(lines)

@@ -119,26 +119,23 @@ class Engine:
         log("engine ready", took=f"{time.monotonic() - start_s:.0f}s", drafter=drafter or "none")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
     ) -> Iterator[Completion]:
         """Answer token-id prompts; completions come as they finish, in any order.
 
         Leaving the iterator early aborts what is still running.
-        """
-        from vllm import SamplingParams
 
+        Args:
+            sampling: one for all prompts, or one each.
+        """
         engine = self._llm.llm_engine
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_new_tokens,
-            stop_token_ids=self._stop_ids,
-            detokenize=False,
-        )
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(prompts)
         waiting = {str(index) for index in range(len(prompts))}
         try:
-            for index, prompt in enumerate(prompts):
-                engine.add_request(str(index), {"prompt_token_ids": list(prompt)}, params)
+            for index, (prompt, each) in enumerate(zip(prompts, sampling, strict=True)):
+                request = {"prompt_token_ids": list(prompt)}
+                engine.add_request(str(index), request, self._sampling_params(each))
             while engine.has_unfinished_requests():
                 for output in engine.step():
                     if output.finished:
@@ -149,6 +146,17 @@ class Engine:
         finally:
             if waiting:
                 engine.abort_request(list(waiting))
+
+    def _sampling_params(self, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_new_tokens,
+            stop_token_ids=self._stop_ids,
+            detokenize=False,
+        )
 
     def rpc(self, method: str, *args: Any) -> Any:
         """Call a method of ``worker.CaptureWorker`` on every worker; the answer of TP rank 0."""

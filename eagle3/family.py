@@ -32,7 +32,8 @@ def kv_bytes_per_token(text_config: dict[str, Any], tensor_parallel_size: int) -
     Multi-head latent attention keeps one latent and one rope key a layer, on every GPU alike
     (vLLM does not split it); others keep their share of the KV heads, at least one.
 
-    >>> kv_bytes_per_token({"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, 8)
+    >>> kimi = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    >>> kv_bytes_per_token(kimi, 8)
     70272
     """
     layers = text_config["num_hidden_layers"]
