@@ -1,6 +1,6 @@
 """Capture against the same engine's plain prefill, and against a transformers forward.
 
-    python benchmarks/capture.py configs/smollm2_cpu.yaml
+    python -m benchmarks.capture configs/smollm2_cpu.yaml
 
 Runs over rows of 01_data (make them first). One engine, one process: the rows are prefilled
 plainly, then with capture (publishing and proving the shard included), twice each, the better of

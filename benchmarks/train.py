@@ -1,6 +1,6 @@
 """Our training step against speculators' own, on the same rows, precision and batches.
 
-    python benchmarks/train.py configs/smollm2_cpu.yaml
+    python -m benchmarks.train configs/smollm2_cpu.yaml
 
 Needs the run's 01 to 03. In one process, for 1K and 2K tokens a batch: forward, backward, clipping
 and AdamW of ``Eagle3DraftModel.forward`` (eager attention and loss: its Triton ones need a GPU) and
@@ -9,6 +9,8 @@ of ``TTTStep``, the same rows packed. Loss side by side with speculators' mask r
 against the rate of a plain matrix product measured here. The last line is JSON.
 """
 
+import ctypes
+import gc
 import json
 import re
 import statistics
@@ -24,10 +26,11 @@ from speculators.models.eagle3 import core
 from torch.utils.flop_counter import FlopCounterMode
 
 from eagle3.artifact import open_artifact, open_verifier
-from eagle3.batches import Batch, Row, RowReader, collate, plan_epoch, trainable_rows
+from eagle3.batches import Batch, Row, RowReader, collate
 from eagle3.config import Config
 from eagle3.contract import Wiring
 from eagle3.drafter import build, speculators_config
+from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 from eagle3.shards import open_all
@@ -194,7 +197,9 @@ def matrix_rate() -> float:
 
 
 def reset_peak() -> int:
-    """Reset the kernel's peak of resident memory; what is resident now, bytes."""
+    """Give freed memory back, reset the kernel's peak; what is resident now, bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
