@@ -65,6 +65,8 @@ def _plot_speed(ax: Any, report: dict[str, Any]) -> None:
 
 
 def _plot_training(axes: Any, lines: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import EngFormatter
+
     train = [line for line in lines if line["kind"] == "train"]
     validation = [line for line in lines if line["kind"] == "validation"]
     tokens = [line["tokens"] for line in train]
@@ -78,5 +80,6 @@ def _plot_training(axes: Any, lines: list[dict[str, Any]]) -> None:
     axes[1].plot(seen, lengths, marker="o", color="black", label="acceptance length")
     axes[1].set(xlabel="trained tokens", ylabel="acceptance length on validation rows")
     for ax in axes:
+        ax.xaxis.set_major_formatter(EngFormatter())  # 200k, not 200000 over 250000
         ax.grid(alpha=0.3)
         ax.legend()
