@@ -7,15 +7,18 @@ writes  02_hidden/shard-00000.safetensors, ...
             input_ids, row_ids, row_offsets
 
 run     python 02_gen_hidden_states.py configs/smollm2_cpu.yaml
+        python 02_gen_hidden_states.py CONFIG --worker 0/4   (to 3/4, together, on one shared disk)
 time    the verifier's prefill rate: the demo's 120K tokens in about a minute
 disk    (aux layers + 1) x hidden x 2 bytes a token: 4.6 KB in the demo, 57 KB for Kimi-K2.5
 
 If it stops, run the same command again: published shards are kept, at most one is computed twice.
+Worker i of n computes the shards whose number leaves i over n; whichever finds all of them proven
+publishes the manifest, and so does a run without --worker, whoever made the shards.
 """
 
 from pathlib import Path
 
-from eagle3.capture import VerifierHead, compute_shard, finish_shard, plan_shards, read_record
+from eagle3.capture import VerifierHead, compute_shard, finish_shard, plan_shards, read_records
 from eagle3.contract import Wiring
 from eagle3.disk import require_room
 from eagle3.engine import Engine
@@ -39,17 +42,20 @@ def main(invocation: Invocation) -> None:
         token_bytes = bytes_per_token(num_aux, wiring.hidden_size, wiring.dtype)
         shard_tokens = config.capture.shard_bytes // token_bytes
         plan = plan_shards(rows.lengths, shard_tokens, stage.directory)
-        records = {path: read_record(path) for path in plan}
+        records = read_records(plan)
         require_room(
             stage.directory,
             needed_bytes=int(rows.lengths.sum()) * token_bytes,
             kept_bytes=sum(record["bytes"] for record in records.values() if record),
             budget_bytes=config.capture.disk_budget_bytes,
         )
-        missing = [path for path in plan if not records[path]]
+        worker = invocation.worker
+        own = worker.part(list(plan)) if worker else list(plan)
+        missing = [path for path in own if not records[path]]
         if missing:
-            done_tokens = sum(record["tokens"] for record in records.values() if record)
-            progress = Progress(int(rows.lengths.sum()), "tokens", done=done_tokens)
+            own_tokens = sum(int(rows.lengths[plan[path]].sum()) for path in own)
+            done_tokens = sum(records[path]["tokens"] for path in own if records[path])
+            progress = Progress(own_tokens, "tokens", done=done_tokens)
             head = VerifierHead(stage.verifier, config.verifier.dtype)
             engine = Engine(config, stage.verifier)
             pending = None
@@ -68,6 +74,10 @@ def main(invocation: Invocation) -> None:
             progress.close()
             log("captured", rate=f"{progress.rate:.0f} tokens/s")
 
+        if worker is not None:
+            records = read_records(plan)
+            if not all(records.values()):
+                return say_missing(invocation, len(own), records)
         check_identities(rows, plan, records)
         near_ties = sum(record["near_ties"] for record in records.values())
         show(Shard.open(next(iter(plan))), stage.verifier, near_ties, rows.num_rows)
@@ -91,6 +101,15 @@ def check_identities(rows: TokenRows, plan: dict[Path, list[int]], records: dict
     assert sum(record["tokens"] for record in records.values()) == int(rows.lengths.sum())
 
 
+def say_missing(invocation: Invocation, num_own: int, records: dict) -> None:
+    """This worker is done, others are not: what is missing, and who completes it."""
+    missing = [path.name for path, record in records.items() if not record]
+    log("this worker's part is done", worker=invocation.worker, shards=num_own)
+    log("shards of other workers are missing", missing=f"{len(missing)}/{len(records)}")
+    command = invocation.command(invocation.script)
+    log("the last worker publishes; when none is left at work, this completes it", command=command)
+
+
 def show(shard: Shard, verifier, near_ties: int, num_rows: int) -> None:
     """What an operator should look at: one row's states, and how the proof went."""
     row = shard.row(0)
@@ -102,4 +121,4 @@ def show(shard: Shard, verifier, near_ties: int, num_rows: int) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, __doc__)
+    run_script(main, __doc__, takes_workers=True)

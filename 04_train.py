@@ -7,6 +7,7 @@ writes  04_train/best.safetensors     float32, best simulated acceptance length 
         04_train/checkpoints/         the last two, and the best; training state in float32
 
 run     python 04_train.py configs/smollm2_cpu.yaml
+        accelerate launch --multi_gpu --num_processes 8 04_train.py CONFIG   (docs/several_boxes.md)
 time    the demo's four passes over 120K tokens: about ten minutes on two cores
 
 If it stops, run the same command again: it goes on from the last checkpoint as if never stopped.
@@ -14,7 +15,7 @@ If it stops, run the same command again: it goes on from the last checkpoint as 
 
 import torch
 
-from eagle3.batches import RowReader, plan_epoch, trainable_rows
+from eagle3.batches import RowReader
 from eagle3.config import Config
 from eagle3.contract import Wiring
 from eagle3.drafter import build, speculators_config, tensor_table
@@ -22,7 +23,9 @@ from eagle3.errors import ConfigError, GateError
 from eagle3.files import write_tensors
 from eagle3.loop import Trainer, trained_state
 from eagle3.pictures import draw_training
+from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.preflight import check
+from eagle3.ranks import Ranks
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 from eagle3.shards import open_all
@@ -35,7 +38,7 @@ def main(invocation: Invocation) -> None:
     config = invocation.load_config()
     if invocation.check:
         return check(config, "04_train", invocation)
-    with Stage(config, "04_train", invocation) as stage:
+    with Ranks.join() as ranks, Stage(config, "04_train", invocation, ranks) as stage:
         if stage.done:
             return
         rows = TokenRows.load(stage.inputs["01_data"].path("rows.safetensors"))
@@ -73,25 +76,31 @@ def main(invocation: Invocation) -> None:
             draft_vocab=len(vocab.d2t),
         )
         validation_plan = plan_epoch(validation_ids, rows.lengths, config.train.batch_tokens, 0)
-        trainer = Trainer(config.train, step, reader, row_ids, validation_plan, stage.directory)
+        trainer = Trainer(
+            config.train, step, reader, row_ids, validation_plan, stage.directory, ranks
+        )
         log(
             "plan",
             rows=len(row_ids),
             validation_rows=len(validation_ids),
             steps=len(trainer.plan),
             tokens=trainer.tokens_before[-1],
+            processes=ranks.count,
         )
         trainer.run()
 
-        publish_best(stage, trainer, config, len(vocab.d2t))
-        draw_training(stage.directory / "curves.png", stage.directory / "metrics.jsonl")
-        log("best checkpoint", **trainer.best)
-        stage.commit(
-            files=["best.safetensors", "metrics.jsonl", "curves.png"],
-            counts={"in": rows.num_rows, "out": len(row_ids), "dropped": dropped},
-            wiring=wiring,
-            results={"best": trainer.best, "steps": trainer.done_steps},
-        )
+        def publish() -> None:
+            publish_best(stage, trainer, config, len(vocab.d2t))
+            draw_training(stage.directory / "curves.png", stage.directory / "metrics.jsonl")
+            log("best checkpoint", **trainer.best)
+            stage.commit(
+                files=["best.safetensors", "metrics.jsonl", "curves.png"],
+                counts={"in": rows.num_rows, "out": len(row_ids), "dropped": dropped},
+                wiring=wiring,
+                results={"best": trainer.best, "steps": trainer.done_steps},
+            )
+
+        ranks.on_main(publish)
 
 
 def check_enough(row_ids: list[int], validation_ids: list[int], config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Training batches from the shards: which rows, in which order, laid out for one TTT step.
+"""Training batches from the shards: rows joined with their masks, laid out for one TTT step.
 
 A batch holds whole rows end to end. A row of n tokens has n-1 drafter positions; position t reads
 the aux states of token t and the embedding of token t+1 (see ``contract``). Logits, queries and
@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from .contract import supervised_positions
 from .errors import StaleInputError
+from .plan import share_of
+from .ranks import ALONE, Ranks
 from .rows import TokenRows
 from .shards import Shard
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimizer step's rows. M positions, S supervised ones, B rows, K TTT steps, A aux layers.
+    """One optimizer step's rows, or one process's share of them.
+
+    M positions, S supervised ones, B rows, K TTT steps, A aux layers.
 
     Attributes:
         aux_hidden_states: ``[M, A * hidden]``, the verifier's dtype.
@@ -36,6 +39,10 @@ class Batch:
         attention_mask: bool ``[B, 1, Q, L]``, True where a query may look.
         supervised: int64 ``[S]``, supervised positions among M (those of TTT step 0).
         valid: bool ``[K, S]``, supervised at TTT step k.
+        divisors: float32 ``[K]``, what the sum over valid positions is divided by: their number.
+            In a share of one in n processes it is that of all shares over n: the average of the
+            processes' losses and gradients is then the whole batch's mean. Infinite in a share
+            that only keeps its process company (``plan.share_of``).
         last_hidden_states: ``[S, hidden]``, the verifier's last state of token t+1: it predicts
             t+2, and step k's target for position t is entry ``target_index[k]``.
         target_index: int64 ``[K, S]``, entry holding position t+k (itself where not valid).
@@ -52,6 +59,7 @@ class Batch:
     attention_mask: torch.Tensor
     supervised: torch.Tensor
     valid: torch.Tensor
+    divisors: torch.Tensor
     last_hidden_states: torch.Tensor
     target_index: torch.Tensor
     next_token_ids: torch.Tensor
@@ -83,8 +91,11 @@ class Row:
     last_hidden_states: torch.Tensor
 
 
-def collate(rows: Sequence[Row], ttt_steps: int) -> Batch:
+def collate(rows: Sequence[Row], ttt_steps: int, divisors: torch.Tensor | None = None) -> Batch:
     """Lay rows out as a batch.
+
+    Args:
+        divisors: float32 ``[ttt_steps]``, of a share of a larger batch; these rows' own by default.
 
     >>> states = torch.zeros(5, 1, 2)
     >>> mask = torch.tensor([False, False, True, True, True])
@@ -145,6 +156,7 @@ def collate(rows: Sequence[Row], ttt_steps: int) -> Batch:
         attention_mask=attention_mask,
         supervised=torch.cat(flat_supervised),
         valid=torch.stack(valid),
+        divisors=torch.stack(valid).sum(1).clamp_min(1).float() if divisors is None else divisors,
         last_hidden_states=torch.cat(
             [row.last_hidden_states[p + 1] for row, p in zip(rows, supervised, strict=True)]
         ),
@@ -162,6 +174,13 @@ def _chain_mask(loss_mask: torch.Tensor, ttt_step: int) -> torch.Tensor:
     for ahead in range(2, 3 + ttt_step):
         mask &= _shifted(loss_mask, ahead, 1, False)
     return mask
+
+
+def count_valid(loss_masks: Sequence[np.ndarray], ttt_steps: int) -> torch.Tensor:
+    """Float32 ``[K]``: supervised positions of all rows at each TTT step, at least 1."""
+    masks = [torch.from_numpy(mask) for mask in loss_masks]
+    counts = [sum(int(_chain_mask(mask, k).sum()) for mask in masks) for k in range(ttt_steps)]
+    return torch.tensor(counts, dtype=torch.float32).clamp_min(1)
 
 
 def _supervised(loss_mask: torch.Tensor) -> torch.Tensor:
@@ -221,51 +240,24 @@ def _other_tokens(shard: Shard) -> StaleInputError:
     )
 
 
-def trainable_rows(rows: TokenRows) -> tuple[list[int], dict[str, int]]:
-    """Training rows with at least one supervised position, and the others counted by reason."""
-    kept, dropped = [], {"validation": 0, "nothing_supervised": 0}
-    for index in range(rows.num_rows):
-        if rows.is_validation[index]:
-            dropped["validation"] += 1
-        elif not supervised_positions(rows.row(index)[1], ttt_step=0):
-            dropped["nothing_supervised"] += 1
-        else:
-            kept.append(index)
-    return kept, dropped
-
-
-def plan_epoch(
-    row_ids: Sequence[int], lengths_tokens: np.ndarray, batch_tokens: int, seed: int
-) -> list[list[int]]:
-    """Every row once, shuffled, in batches of up to ``batch_tokens`` tokens of similar lengths.
-
-    Similar lengths keep padding small; windows of some batches keep the order random. The same
-    seed gives the same plan.
-    """
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(np.array(row_ids))
-    window = max(16 * batch_tokens // max(int(lengths_tokens[order].mean()), 1), 1)
-    batches: list[list[int]] = []
-    for begin in range(0, len(order), window):
-        part = order[begin : begin + window]
-        batch, filled_tokens = [], 0
-        for row in part[np.argsort(lengths_tokens[part], kind="stable")]:
-            if batch and filled_tokens + lengths_tokens[row] > batch_tokens:
-                batches.append(batch)
-                batch, filled_tokens = [], 0
-            batch.append(int(row))
-            filled_tokens += lengths_tokens[row]
-        batches.append(batch)
-    return [batches[i] for i in rng.permutation(len(batches))]
-
-
 def prefetched(
-    reader: RowReader, plan: Sequence[Sequence[int]], ttt_steps: int, *, pin: bool
+    reader: RowReader,
+    plan: Sequence[Sequence[int]],
+    ttt_steps: int,
+    *,
+    pin: bool,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Batch]:
-    """The plan's batches in order, the next one read and laid out while this one trains."""
+    """The plan's batches in order, of each this rank's share, the next one read and laid out while
+    this one trains. A rank reads its own rows only; the others' loss masks are in memory."""
 
-    def load(row_ids: Sequence[int]) -> Batch:
-        batch = collate([reader[row_id] for row_id in row_ids], ttt_steps)
+    def load(batch_rows: Sequence[int]) -> Batch:
+        row_ids, counts = share_of(batch_rows, ranks.index, ranks.count)
+        divisors = None
+        if ranks.count > 1:
+            masks = [reader.rows.row(row_id)[1] for row_id in batch_rows]
+            divisors = count_valid(masks, ttt_steps) / (ranks.count if counts else 0)
+        batch = collate([reader[row_id] for row_id in row_ids], ttt_steps, divisors)
         if pin:
             for field in fields(batch):
                 value = getattr(batch, field.name)

@@ -8,7 +8,8 @@ argmax(lm_head(norm(last state))) computed here from the stored bytes and the ch
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
     record = json.loads(record_path(path).read_text(encoding="utf-8"))
     return record if record["bytes"] == path.stat().st_size else None
+
+
+def read_records(plan: Iterable[Path]) -> dict[Path, dict[str, Any] | None]:
+    """The record of every shard, None for one that is not there or not proven."""
+    paths = list(plan)
+    for directory in {path.parent for path in paths}:
+        os.listdir(directory)  # an NFS client then asks for other nodes' new files
+    return {path: read_record(path) for path in paths}
 
 
 def record_path(shard_path: Path) -> Path:

@@ -31,6 +31,7 @@ class PipelineError(Exception):
     """
 
     exit_code: ClassVar[int] = EXIT_BUG
+    told = False  # another process of the same run prints it
 
     def __init__(
         self,

@@ -3,77 +3,35 @@
 Everything that decides the next step is in a checkpoint or follows from the config: weights and
 AdamW state in float32, the scheduler, the step; the data order is a function of seed and epoch.
 Checkpoints are single files, complete or absent.
+
+Several ranks (``accelerate launch``) share each step's rows and average their gradients, which
+gives the loss and the gradient of one process up to rounding. Every rank holds the same weights
+and optimizer state; the main one alone writes. No checkpoint knows the number of ranks: a resumed
+run may have another, and goes on from the same state with the same remaining batches.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
 
-from .acceptance import Acceptance, walk
-from .batches import RowReader, plan_epoch, prefetched
+from .batches import RowReader, prefetched
 from .config import TrainSection
 from .drafter import BORROWED
-from .files import publishing, write_text
-from .script import Progress, log, stop_flag
+from .errors import Interrupted
+from .plan import plan_epoch
+from .ranks import ALONE, Ranks
+from .script import Progress, log
+from .training_files import Checkpoints, Metrics
 from .ttt import TTTStep
-
-KEPT_CHECKPOINTS = 2
-
-
-@dataclass(frozen=True)
-class Validation:
-    """Held-out rows through the drafter.
-
-    Attributes:
-        acceptance: simulated: each answer walked as the engine walks it (``acceptance.walk``).
-        accuracy_per_position: share of the drafts right at TTT step k among those right before it.
-        loss: as in training, mean over batches weighted by positions.
-    """
-
-    acceptance: Acceptance
-    accuracy_per_position: list[float]
-    loss: float
-
-
-@torch.no_grad()
-def validate(
-    step: TTTStep, reader: RowReader, plan: Sequence[list[int]], ttt_steps: int
-) -> Validation:
-    """Run the validation plan; drafts are made at every position, then walked answer by answer."""
-    step.eval()
-    device = step.drafter.fc.weight.device
-    acceptance = Acceptance(0, (0,) * ttt_steps)
-    asked, right = torch.zeros(ttt_steps), torch.zeros(ttt_steps)
-    loss_sum = num_positions = 0.0
-    for batch in prefetched(reader, plan, ttt_steps, pin=False):
-        result = step(batch.to(device))
-        matches = result.matches.T.cpu()  # [S, K]
-        begin = 0
-        for length in batch.answer_lengths:
-            acceptance += walk(_with_last_token(matches[begin : begin + length]))
-            begin += length
-        chain = matches.cumprod(1).bool()
-        before = torch.cat([torch.ones(len(chain), 1, dtype=torch.bool), chain[:, :-1]], dim=1)
-        asked += (before & batch.valid.T.cpu()).sum(0)
-        right += chain.sum(0)
-        loss_sum += float(result.loss) * len(matches)
-        num_positions += len(matches)
-    accuracy = (right / asked.clamp_min(1)).tolist()
-    return Validation(acceptance, accuracy, loss_sum / max(num_positions, 1))
-
-
-def _with_last_token(matches: torch.Tensor) -> Any:
-    """An answer's last token is known but never drafted from: the walk wants its row."""
-    return torch.cat([matches, torch.zeros(1, matches.shape[1], dtype=torch.bool)]).numpy()
+from .validation import validate
 
 
 class Trainer:
@@ -83,7 +41,9 @@ class Trainer:
         step: the TTT step around the drafter being trained.
         reader, row_ids: the training rows.
         validation_plan: batches of held-out rows, run after every epoch.
-        directory: ``04_train``; checkpoints and ``metrics.jsonl`` go here.
+        directory: ``04_train``; checkpoints and ``metrics.jsonl`` go here. On several nodes it
+            lies on a disk they share: every rank reads the checkpoint it resumes from.
+        ranks: the processes that train together.
     """
 
     def __init__(
@@ -94,8 +54,11 @@ class Trainer:
         row_ids: Sequence[int],
         validation_plan: Sequence[list[int]],
         directory: Path,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.section, self.reader, self.directory = section, reader, directory
+        self.checkpoints, self.metrics = Checkpoints(directory), Metrics(directory)
+        self.ranks = ranks
         self.validation_plan = validation_plan
         lengths = reader.rows.lengths
         self.epochs = [
@@ -112,7 +75,10 @@ class Trainer:
             self.tokens_before.append(self.tokens_before[-1] + int(lengths[batch].sum()))
 
         self.accelerator = Accelerator(
-            mixed_precision=section.mixed_precision, cpu=not torch.cuda.is_available()
+            mixed_precision=section.mixed_precision,
+            cpu=not torch.cuda.is_available(),
+            # The buffers are constants.
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
         trainable = [p for p in step.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
@@ -136,10 +102,18 @@ class Trainer:
         """Train what is left of the plan.
 
         Raises:
-            Interrupted: a stop was asked for; the step is finished and saved.
+            Interrupted: a stop was asked for, of any rank; the step is finished and saved.
             RuntimeError: the loss is not finite (a bug or a learning rate far too high).
         """
         self._resume()
+        idle = sum(len(batch) < self.ranks.count for batch in self.plan)
+        if idle:
+            log(
+                "batches have fewer rows than there are processes: some of them wait",
+                batches=f"{idle}/{len(self.plan)}",
+                processes=self.ranks.count,
+                more_rows_a_batch="train.batch_tokens",
+            )
         progress = Progress(
             self.tokens_before[-1], "tokens", done=self.tokens_before[self.done_steps]
         )
@@ -147,8 +121,11 @@ class Trainer:
         pin = self.accelerator.device.type == "cuda"
         window: list[torch.Tensor] = []
         window_s = time.monotonic()
-        for batch in prefetched(self.reader, left, self.section.ttt_steps, pin=pin):
+        for batch in prefetched(
+            self.reader, left, self.section.ttt_steps, pin=pin, ranks=self.ranks
+        ):
             result = self._train_step(batch)
+            stop = self.ranks.stop_asked()
             window.append(result.loss_per_ttt_step)
             if self.done_steps % self.section.log_every_steps == 0:
                 seconds, window_s = time.monotonic() - window_s, time.monotonic()
@@ -161,13 +138,11 @@ class Trainer:
             )
             if self.done_steps in self.epoch_ends:
                 self._validate(self.epoch_ends[self.done_steps])
-                self._save()
-            elif (
-                self.done_steps % self.section.checkpoint_every_steps == 0 or stop_flag.signal_name
-            ):
-                self._save()
-            if self.done_steps < len(self.plan):
-                stop_flag.raise_if_set()
+                self._save(self.checkpoints.of_step(self.done_steps))
+            elif self.done_steps % self.section.checkpoint_every_steps == 0 or stop:
+                self._save(self.checkpoints.of_step(self.done_steps))
+            if stop and self.done_steps < len(self.plan):
+                raise Interrupted
         progress.close()
 
     def _train_step(self, batch: Any) -> Any:
@@ -183,7 +158,8 @@ class Trainer:
 
     def _log_window(self, window: list[torch.Tensor], seconds: float) -> None:
         """One line of ``metrics.jsonl`` for the steps since the last one; the only host sync."""
-        per_step = torch.stack(window).mean(0).tolist()
+        mine = torch.stack(window).mean(0)
+        per_step = self.accelerator.reduce(mine, reduction="mean").tolist()
         loss = sum(mean * self.section.ttt_step_loss_decay**k for k, mean in enumerate(per_step))
         if not math.isfinite(loss):
             raise RuntimeError(f"the loss is {loss} at step {self.done_steps}")
@@ -203,7 +179,9 @@ class Trainer:
     def _validate(self, epoch: int) -> None:
         model = self.accelerator.unwrap_model(self.step)
         with self.accelerator.autocast():
-            found = validate(model, self.reader, self.validation_plan, self.section.ttt_steps)
+            found = validate(
+                model, self.reader, self.validation_plan, self.section.ttt_steps, self.ranks
+            )
         length = found.acceptance.acceptance_length
         log(
             "validation",
@@ -224,50 +202,38 @@ class Trainer:
         )
         if length > self.best["acceptance_length"]:
             self.best = {"acceptance_length": length, "step": self.done_steps}
-            self._save(name="best.pt")
+            self._save(self.checkpoints.best)
 
     def _write_metrics(self, **values: Any) -> None:
-        with open(self.directory / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        self.ranks.on_main(lambda: self.metrics.append(values))
 
-    # Checkpoints
+    def _save(self, path: Path) -> None:
+        """Publish the whole state; every rank waits for it, and fails if it fails."""
 
-    def _checkpoints(self) -> list[Path]:
-        return sorted((self.directory / "checkpoints").glob("step-*.pt"))
+        def publish() -> None:
+            state = {
+                "step": self.done_steps,
+                "best": self.best,
+                "model": trained_state(self.accelerator.unwrap_model(self.step)),
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict(),
+            }
+            self.checkpoints.publish(path, state)
 
-    def _save(self, name: str | None = None) -> None:
-        """Publish the whole state as one file; keep the last two (and ``best.pt``)."""
-        path = self.directory / "checkpoints" / (name or f"step-{self.done_steps:08d}.pt")
-        model = self.accelerator.unwrap_model(self.step)
-        state = {
-            "step": self.done_steps,
-            "best": self.best,
-            "model": trained_state(model),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
-        with publishing(path) as partial:
-            torch.save(state, partial)
-        for old in self._checkpoints()[:-KEPT_CHECKPOINTS]:
-            old.unlink()
+        self.ranks.on_main(publish)
 
     def _resume(self) -> None:
-        metrics = self.directory / "metrics.jsonl"
-        if checkpoints := self._checkpoints():
-            state = self._load_weights(checkpoints[-1])
+        if latest := self.ranks.on_main(self.checkpoints.latest):
+            state = self.ranks.agree(lambda: self._load_weights(latest))
             self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
             self.done_steps, self.best = state["step"], state["best"]
-            log("resumed", checkpoint=checkpoints[-1], step=f"{self.done_steps}/{len(self.plan)}")
-        if metrics.is_file():  # lines beyond the checkpoint will be written again
-            lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in kept if json.loads(line)["step"] <= self.done_steps]
-            write_text(metrics, "".join(kept))
+            log("resumed", checkpoint=latest, step=f"{self.done_steps}/{len(self.plan)}")
+        self.ranks.on_main(lambda: self.metrics.trim(self.done_steps))
 
     def load_best(self) -> None:
         """Put the best checkpoint's weights into the drafter."""
-        self._load_weights(self.directory / "checkpoints" / "best.pt")
+        self._load_weights(self.checkpoints.best)
 
     def _load_weights(self, path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -7,7 +7,6 @@ last.
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -38,6 +37,8 @@ from .contract import Wiring
 from .disk import free_bytes
 from .errors import StaleInputError
 from .files import format_bytes, sha256_file, sha256_json, write_json, write_text
+from .locks import StageLock
+from .ranks import ALONE, Ranks
 from .script import Invocation, log
 from .verifier import Verifier
 
@@ -49,6 +50,7 @@ class Stage:
     """An entered stage. Use as a context manager.
 
     Attributes:
+        ranks: the processes of one ``accelerate launch``; the main one locks, compares, publishes.
         directory: ``runs/<name>/<stage>``.
         inputs: upstream artifacts by stage name.
         done: the same work is already published; the script only says so and ends.
@@ -57,68 +59,59 @@ class Stage:
     config: Config
     name: str
     invocation: Invocation
+    ranks: Ranks = ALONE
     inputs: dict[str, Artifact] = field(default_factory=dict)
     done: bool = False
 
     def __post_init__(self) -> None:
         self.spec = STAGES[self.name]
         self.directory = self.config.run_dir / self.name
-        self._lock = None
+        self._lock = StageLock(self.config.run_dir, self.name, self.invocation.worker)
         self._aside = self.config.run_dir / f"{self.name}.old"
         self._start_s = time.time()
 
     def __enter__(self) -> Stage:
-        log.stage = self.name
+        log.stage = f"{self.name} {self.invocation.worker or ''}".strip()
+        self.ranks.agree(self._open_inputs)
+        self.done = self.ranks.on_main(self._enter)
+        return self
+
+    def _open_inputs(self) -> None:
         for upstream in self.spec.inputs:
             self.inputs[upstream] = open_artifact(self.config, upstream, self.invocation)
         self.fingerprint = expected_fingerprint(self.config, self.name, self.inputs)
+
+    def _enter(self) -> bool:
+        """Take the lock and start; whether the stage is done."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        self._lock.take()
         try:
-            self._start()
+            with self._lock.turn():
+                self._start()
         except BaseException:
             self._lock.close()
             raise
-        return self
+        return self.done
 
     def _start(self) -> None:
         if self.invocation.redo:
             self._set_aside()
         self._compare_with_disk()
         if not self.done:
-            log.open(self.name, self.directory / "log.txt")
+            worker = self.invocation.worker
+            name = f"log.worker-{worker.index}.txt" if worker else "log.txt"
+            log.open(self.directory / name)
             write_json(self.directory / FINGERPRINT, self.fingerprint)
             text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
             write_text(self.directory / "config.yaml", text)
             self._banner("start")
 
     def __exit__(self, *_exception: object) -> None:
-        if self._lock is not None:
-            self._lock.close()  # releases the flock
+        self._lock.close()
 
     @property
     def verifier(self) -> Verifier:
         return open_verifier(self.config.verifier)
-
-    def _take_lock(self) -> None:
-        """One process a stage; the kernel drops the lock with the process, however it dies."""
-        path = self.config.run_dir / f".{self.name}.lock"
-        self._lock = open(path, "a+", encoding="utf-8")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.seek(0)
-            holder = self._lock.read().strip()
-            raise StaleInputError(
-                f"{self.name} is being made by another process",
-                where=path,
-                expected="one process a stage",
-                found=holder,
-                fix="wait for it, or stop it",
-            ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"pid {os.getpid()} on {platform.node()}")
-        self._lock.flush()
 
     def _set_aside(self) -> None:
         """Start from nothing; the old output stays beside until ``commit`` has published."""
@@ -180,6 +173,8 @@ class Stage:
     ) -> Artifact:
         """Publish: check the files, write the manifest, open it as the next stage will.
 
+        Of workers that all find the stage complete the first one publishes; nothing is rewritten.
+
         Args:
             files: names under the stage's directory, all already published.
             counts: whatever was counted; ``in``, ``out`` and ``dropped`` must add up if present.
@@ -190,20 +185,41 @@ class Stage:
         if "in" in counts:
             dropped = sum(counts["dropped"].values())
             assert counts["in"] == counts["out"] + dropped, counts
-        known = checksums or {}
+        with self._lock.turn():
+            if not (self.directory / MANIFEST).is_file():
+                self._write_manifest(files, counts, wiring, results or {}, checksums or {})
+            artifact = open_artifact(self.config, self.name, self.invocation)
+            self._drop_aside()
+        log(
+            "done",
+            took=f"{time.time() - self._start_s:.0f}s",
+            size=format_bytes(sum(entry["bytes"] for entry in artifact.manifest["files"].values())),
+            path=self.directory,
+        )
+        self.say_next()
+        return artifact
+
+    def _write_manifest(
+        self,
+        files: list[str],
+        counts: dict[str, Any],
+        wiring: Wiring | None,
+        results: dict[str, Any],
+        checksums: dict[str, str],
+    ) -> None:
         made = {
             "stage": self.name,
             "fingerprint": self.fingerprint,
             "files": {
                 name: {
                     "bytes": (self.directory / name).stat().st_size,
-                    "sha256": known.get(name) or sha256_file(self.directory / name),
+                    "sha256": checksums.get(name) or sha256_file(self.directory / name),
                 }
                 for name in sorted(files)
             },
             "counts": counts,
             "wiring": wiring.to_json() if wiring else None,
-            "results": results or {},
+            "results": results,
         }
         manifest = {
             **made,
@@ -216,17 +232,6 @@ class Stage:
         }
         manifest["self_digest"] = sha256_json(manifest)
         write_json(self.directory / MANIFEST, manifest)
-        artifact = open_artifact(self.config, self.name, self.invocation)
-        self._drop_aside()
-        total_bytes = sum(entry["bytes"] for entry in made["files"].values())
-        log(
-            "done",
-            took=f"{time.time() - self._start_s:.0f}s",
-            size=format_bytes(total_bytes),
-            path=self.directory,
-        )
-        self.say_next()
-        return artifact
 
     def say_next(self) -> None:
         """Print the next script's command, or that the run is complete."""

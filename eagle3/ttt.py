@@ -32,7 +32,8 @@ class StepResult:
     """What one forward pass yields; nothing in it waits for the device.
 
     Attributes:
-        loss: scalar, the sum over TTT steps of ``decay^k`` times the mean over valid positions.
+        loss: scalar, the sum over TTT steps of ``decay^k`` times the mean over valid positions
+            (their sum over ``Batch.divisors``).
         loss_per_ttt_step: ``[K]``, those means, detached.
         matches: bool ``[K, S]``, the drafted token is the row's token (False where not valid);
             None in training mode, where nobody asks.
@@ -103,7 +104,7 @@ class TTTStep(nn.Module):
             if model.config.norm_output:
                 hidden = normed
 
-            weights = batch.valid[k] / batch.valid[k].sum().clamp_min(1)
+            weights = batch.valid[k] / batch.divisors[k]
             losses.append(
                 HeadKL.apply(
                     normed,

@@ -8,14 +8,17 @@ import pytest
 import torch
 
 from eagle3.acceptance import Acceptance, walk
-from eagle3.batches import RowReader, collate, plan_epoch, trainable_rows
+from eagle3.batches import RowReader, collate
 from eagle3.config import TrainSection
 from eagle3.errors import Interrupted, StaleInputError
-from eagle3.loop import KEPT_CHECKPOINTS, Trainer, trained_state, validate
+from eagle3.loop import Trainer, trained_state
+from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import stop_flag
 from eagle3.shards import Shard, ShardBuffer
+from eagle3.training_files import KEPT_CHECKPOINTS
 from eagle3.ttt import TTTStep
+from eagle3.validation import validate
 from tests.test_ttt import HIDDEN, NUM_AUX, VOCAB, build
 
 SECTION = TrainSection(

@@ -11,8 +11,9 @@ from speculators.losses import compound_loss, exp_loss_decay, resolve_loss_confi
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig, core
 from transformers import LlamaConfig
 
-from eagle3.batches import Row, collate, plan_epoch
+from eagle3.batches import Row, collate
 from eagle3.contract import supervised_positions
+from eagle3.plan import plan_epoch
 from eagle3.ttt import TTTStep
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_AUX = 32, 97, 53, 3

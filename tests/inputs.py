@@ -1,0 +1,78 @@
+"""Upstream artifacts made up in a moment, published as the scripts do: for tests of 02 and 04."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eagle3.capture import plan_shards
+from eagle3.config import Config
+from eagle3.config_file import load_config
+from eagle3.contract import Wiring
+from eagle3.rows import TokenRows
+from eagle3.script import Invocation
+from eagle3.shards import ShardBuffer
+from eagle3.stage import Stage
+from eagle3.vocab import VocabMap
+
+
+def publish_rows(config_path: Path, num_rows: int, num_validation: int) -> TokenRows:
+    """01: random tokens in rows of 6 to 40, the last two thirds of each supervised."""
+    config, invocation = _open(config_path)
+    rng = np.random.default_rng(0)
+    with Stage(config, "01_data", invocation) as stage:
+        lengths = rng.integers(6, 41, num_rows)
+        rows = TokenRows.from_lists(
+            [
+                (rng.integers(0, stage.verifier.vocab_size, n), np.arange(n) >= n // 3)
+                for n in lengths
+            ],
+            source_ids=[0] * num_rows,
+            is_validation=[i >= num_rows - num_validation for i in range(num_rows)],
+            sources=["made up"],
+        )
+        rows.save(stage.directory / "rows.safetensors")
+        stage.commit(files=["rows.safetensors"], counts={})
+    return rows
+
+
+def publish_shards(config_path: Path, rows: TokenRows, shard_tokens: int) -> None:
+    """02: random states of the rows."""
+    config, invocation = _open(config_path)
+    generator = torch.Generator().manual_seed(0)
+    with Stage(config, "02_hidden", invocation) as stage:
+        wiring = Wiring.at_capture(config, stage.verifier)
+        plan = plan_shards(rows.lengths, shard_tokens, stage.directory)
+        for path, row_ids in plan.items():
+            buffer = ShardBuffer.allocate(
+                row_ids,
+                [int(rows.lengths[i]) for i in row_ids],
+                num_aux=len(wiring.aux_layer_ids),
+                hidden_size=wiring.hidden_size,
+                dtype=getattr(torch, wiring.dtype),
+            )
+            ids = torch.from_numpy(np.concatenate([rows.row(i)[0] for i in row_ids]))
+            size = (len(ids), wiring.hidden_size)
+            num_states = len(wiring.aux_layer_ids) + 1
+            states = [torch.randn(size, generator=generator) for _ in range(num_states)]
+            buffer.put(
+                torch.arange(len(ids)), ids, [s.to(buffer.last_hidden_states) for s in states]
+            )
+            buffer.publish(path)
+        stage.commit(files=[path.name for path in plan], counts={}, wiring=wiring)
+
+
+def publish_vocab(config_path: Path) -> None:
+    """03: the first tokens of the vocabulary."""
+    config, invocation = _open(config_path)
+    with Stage(config, "03_vocab", invocation) as stage:
+        ids = range(config.vocab.draft_vocab_size)
+        vocab_map = VocabMap.from_target_ids(list(ids), stage.verifier.vocab_size)
+        vocab_map.save(stage.directory / "vocab_map.safetensors")
+        stage.commit(files=["vocab_map.safetensors"], counts={})
+
+
+def _open(config_path: Path) -> tuple[Config, Invocation]:
+    return load_config(config_path), Invocation("test", config_path, (), check=False, redo=False)
