@@ -145,6 +145,11 @@ def write_config(tmp_path: Path, tiny_verifier_dir: Path) -> Callable[..., Path]
     The demo's config with every size that costs time shrunk; its artifacts go to
     ``tmp_path/runs/tiny``. Overrides are dotted keys and come last.
     """
+    return config_writer(tmp_path, tiny_verifier_dir)
+
+
+def config_writer(tmp_path: Path, tiny_verifier_dir: Path) -> Callable[..., Path]:
+    """``write_config`` in a directory of the caller's, for fixtures that outlive one test."""
     shrunk = {
         "run.name": "tiny",
         "run.dir": str(tmp_path / "runs"),
