@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import shutil
 import sys
 import time
@@ -194,6 +195,7 @@ class Stage:
             "done",
             took=f"{time.time() - self._start_s:.0f}s",
             size=format_bytes(sum(entry["bytes"] for entry in artifact.manifest["files"].values())),
+            peak_memory=format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
             path=self.directory,
         )
         self.say_next()
