@@ -55,7 +55,7 @@ def main(invocation: Invocation) -> None:
         log("selected", passed=len(candidates), **dropped)
         is_validation = split(candidates, data)
 
-        # The verifier answers. Without regenerate a candidate brings its row and nothing is asked.
+        # The verifier answers. Without regenerate a candidate brings its rows and nothing is asked.
         asked = [
             questions(candidate.prompt_ids, data.regenerate, validation) if data.regenerate else []
             for candidate, validation in zip(candidates, is_validation, strict=True)
@@ -67,7 +67,7 @@ def main(invocation: Invocation) -> None:
         rows, owners = [], []
         for owner, group in enumerate(asked):
             made = [answered_row(q, book[q], data.max_length_tokens) for q in group]
-            made = made or [candidates[owner].row]
+            made = made or list(candidates[owner].rows)
             enough = [row for row in made if row[1].sum() >= data.min_supervised_tokens]
             rows += enough
             owners += [owner] * len(enough)
@@ -95,6 +95,7 @@ def main(invocation: Invocation) -> None:
             "in": sum(map(len, corpus)),
             "out": len(owners),
             "dropped": {reason: count for reason, count in sorted(dropped.items()) if count},
+            "dropped_rows": dict(sum((c.dropped_rows for c in candidates), Counter())),
             "answers": {
                 "asked": len(answers),
                 "ended_their_turn": sum(answer.finished_by_stop for answer in answers),
@@ -128,6 +129,8 @@ def show(rows: TokenRows, counts: dict, verifier: Verifier) -> None:
         for source, tallied in counts[side].items():
             log(side, source=source, **tallied)
     log("conversations", given=counts["in"], used=counts["out"], **counts["dropped"])
+    if counts["dropped_rows"]:
+        log("other turns of used conversations, dropped", **counts["dropped_rows"])
     if counts["answers"]["asked"]:
         log("answers", **counts["answers"])
     shortest = int(np.argsort(rows.lengths, kind="stable")[0])

@@ -1,7 +1,9 @@
 """Conversations to token ids and loss masks, through the verifier's own chat template.
 
-Masks come from prefix rendering, never from a pattern: what the template adds when the assistant's
-turn is added is the assistant's. On ``[user, assistant]``, with ChatML:
+A row is what the verifier sees and emits when served. For each assistant turn the template renders
+the messages before it with the generation prompt (what it is asked), and those up to it (what it
+has answered); what the second adds to the first is what the assistant emitted, never a pattern's
+find. On ``[user, assistant]``, with ChatML:
 
     messages[:1], generation prompt   <|im_start|> user hi <|im_end|> \\n <|im_start|> assistant \\n
     messages[:2]                      the same, then: hello <|im_end|> \\n
@@ -9,49 +11,35 @@ turn is added is the assistant's. On ``[user, assistant]``, with ChatML:
 
 The end-of-turn token is supervised, or the drafter never learns to stop. What the template puts
 after it is not: the verifier never emits it.
+
+While what is asked next begins with the row so far, turns share one row: each token once. A
+template that rewrites history (Kimi removes earlier thinking) starts a new row where it does:
+
+    asked     <|im_user|>user<|im_middle|>hi<|im_end|><|im_assistant|>assistant<|im_middle|><think>
+    emitted   greet</think>hello<|im_end|>
+    asked     ...assistant<|im_middle|><think></think>hello<|im_end|><|im_user|>user<|im_middle|>...
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jinja2
 import numpy as np
 
 from .errors import ConfigError
+from .messages import Conversation, Drop, Message, as_served, is_empty, thinking
 from .verifier import Verifier
 
-Message = dict[str, Any]
-
-
-class Drop(Exception):
-    """A conversation that cannot be used; the caller counts it under ``reason``."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages as the template takes them (``role``, ``content``, reasoning and tool keys)."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...] | None = None
-
-    def prompt(self) -> Conversation:
-        """Everything up to the last user turn.
-
-        Raises:
-            Drop: ``no_user_turn``.
-        """
-        roles = [message["role"] for message in self.messages]
-        if "user" not in roles:
-            raise Drop("no_user_turn")
-        last = len(roles) - roles[::-1].index("user")
-        return Conversation(self.messages[:last], self.tools)
+Row = tuple[np.ndarray, np.ndarray]
+_QUESTION = {"role": "user", "content": "hi"}
+_ANSWER = {"role": "assistant", "content": "hello"}
+_THOUGHT = "because"
+_FUNCTION = {"name": "look", "arguments": {}}
+_CALLS = {"tool_calls": [{"id": "functions.look:0", "type": "function", "function": _FUNCTION}]}
 
 
 @dataclass(frozen=True)
@@ -75,9 +63,8 @@ class Chat:
                 does not have, or turns that do not end with a token generation stops on.
         """
         chat = cls(verifier.tokenizer, verifier.end_of_turn_ids, template_kwargs)
-        probe = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
         try:
-            ids, _ = chat.training_row(Conversation(probe))
+            [(ids, _)] = chat.training_rows(Conversation((_QUESTION, _ANSWER)))
         except (Drop, TypeError) as error:
             raise _unusable(verifier, "one supervised assistant turn", error) from error
         if max(ids) >= verifier.vocab_size:
@@ -90,75 +77,131 @@ class Chat:
         Raises:
             Drop: ``template_refuses``.
         """
-        return np.array(self._render(conversation, len(conversation.messages), True), np.int32)
+        asked = self._render(self._as_served(conversation), conversation.tools, asks=True)
+        return np.array(self._encode(asked), np.int32)
 
-    def training_row(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids and loss mask of a whole conversation, cut after the last supervised token.
+    def training_rows(self, conversation: Conversation) -> list[Row]:
+        """Token ids and loss masks of a whole conversation, each cut after a supervised token.
 
         Returns:
-            int32 ``[num_tokens]`` and bool ``[num_tokens]``.
+            int32 ``[num_tokens]`` and bool ``[num_tokens]`` a row, one where the template keeps
+            history as it was; every assistant turn is supervised in exactly one.
 
         Raises:
             Drop: ``empty_assistant_turn``, ``no_assistant_turn``, ``assistant_speaks_first``,
-                ``template_refuses``, ``template_rewrites_history``, ``no_end_of_turn``.
+                ``template_refuses``, ``answer_does_not_follow_prompt``, ``no_end_of_turn``,
+                ``tool_arguments_are_no_json``.
         """
-        messages = conversation.messages
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
+        roles = [message["role"] for message in conversation.messages]
+        if "assistant" not in roles:
             raise Drop("no_assistant_turn")
-        if turns[0] == 0:
+        if roles[0] == "assistant":
             raise Drop("assistant_speaks_first")
-        if any(_is_empty(messages[i]) for i in turns):
+        if any(is_empty(m) for m in conversation.messages if m["role"] == "assistant"):
             raise Drop("empty_assistant_turn")
-        whole = self._render(conversation, turns[-1] + 1, False)
-        mask = np.zeros(len(whole), dtype=bool)
-        for i in turns:
-            begin, end = self._supervised_span(conversation, i, whole)
-            mask[begin:end] = True
-        return np.array(whole[:end], np.int32), mask[:end]
+        rows: list[tuple[list[int], list[bool]]] = []
+        for asked, emitted in self._turns(conversation):
+            ids, mask = rows.pop() if rows else ([], [])
+            if asked[: len(ids)] != ids:
+                rows.append((ids, mask))
+                mask = []
+            mask = mask + [False] * (len(asked) - len(mask)) + [True] * len(emitted)
+            rows.append((asked + emitted, mask))
+        return [(np.array(ids, np.int32), np.array(mask, bool)) for ids, mask in rows]
 
-    def _supervised_span(
-        self, conversation: Conversation, turn: int, whole: Sequence[int]
-    ) -> tuple[int, int]:
-        """Where an assistant turn stands in ``whole``, its end-of-turn token included."""
-        asked = self._render(conversation, turn, True)
-        answered = self._render(conversation, turn + 1, False)
-        begin = len(asked)
-        if answered[:begin] != asked:
-            raise Drop("template_rewrites_history")
-        # The first one: the verifier stops there, whatever the text goes on to say.
-        ends = (i for i in range(begin, len(answered)) if answered[i] in self.end_of_turn_ids)
-        end = next(ends, None)
-        if end is None:
-            raise Drop("no_end_of_turn")
-        # A later turn may have changed this one (reasoning removed, say).
-        if whole[: end + 1] != answered[: end + 1]:
-            raise Drop("template_rewrites_history")
-        return begin, end + 1
+    def _turns(self, conversation: Conversation) -> Iterator[tuple[list[int], list[int]]]:
+        """What the verifier is asked and what it emits, as token ids, for each assistant turn."""
+        messages = self._as_served(conversation)
+        for turn, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked, emitted = self._turn(messages[: turn + 1], conversation.tools)
+            # Kimi's template leaves the thinking of a finished turn out.
+            closing = self._hidden_thinking_closes if thinking(message) else None
+            if closing and emitted.startswith(closing):
+                emitted = thinking(message) + emitted
+            asked_ids, ids = self._encode(asked), self._encode(asked + emitted)
+            begin = len(asked_ids)
+            if ids[:begin] != asked_ids:
+                raise Drop("answer_does_not_follow_prompt")
+            # The first one: the verifier stops there, whatever the text goes on to say.
+            ends = (i for i in range(begin, len(ids)) if ids[i] in self.end_of_turn_ids)
+            end = next(ends, None)
+            if end is None:
+                raise Drop("no_end_of_turn")
+            yield asked_ids, ids[begin : end + 1]
+
+    def _turn(
+        self, messages: Sequence[Message], tools: tuple[dict[str, Any], ...] | None
+    ) -> tuple[str, str]:
+        """The text asked before the last message, and what that message adds to it.
+
+        Answering may rewrite what was asked: Kimi's final answer removes the thinking before the
+        tool calls that led to it. What a turn adds is then seen on a history without thinking.
+        """
+        *before, last = messages
+        asked = prompt = self._render(before, tools, asks=True)
+        answered = self._render(messages, tools, asks=False)
+        if not answered.startswith(prompt):
+            bare = as_served(before, keeps_thinking=False)
+            prompt = self._render(bare, tools, asks=True)
+            answered = self._render([*bare, last], tools, asks=False)
+        if not answered.startswith(prompt):
+            raise Drop("answer_does_not_follow_prompt")
+        return asked, answered.removeprefix(prompt)
+
+    @cached_property
+    def _hidden_thinking_closes(self) -> str | None:
+        """What stands between thinking and words (Kimi: ``</think>``), where the template leaves
+        the thinking of a finished turn out and the verifier emitted it all the same.
+
+        "" where the template renders it; None where a turn has no room for any: the generation
+        prompt has closed it already (Kimi under thinking=false), or the template knows none.
+        """
+        words = _ANSWER["content"]
+        finished, calling = as_served(
+            ({**_ANSWER, "reasoning": _THOUGHT}, {**_ANSWER, "reasoning": _THOUGHT, **_CALLS}),
+            keeps_thinking=True,
+        )
+        try:
+            _, emitted = self._turn((_QUESTION, finished), None)
+            if _THOUGHT in emitted:
+                return ""
+            # Thinking is kept while a turn goes on, with tool calls: that shows what closes it.
+            _, kept = self._turn((_QUESTION, calling), None)
+        except Drop:
+            return None
+        closing = emitted.partition(words)[0]
+        return closing if closing and kept.startswith(_THOUGHT + closing + words) else None
+
+    def _as_served(self, conversation: Conversation) -> list[Message]:
+        """The messages for the template. Where a turn has no room for thinking the verifier has
+        emitted none, so history has none."""
+        has_thinking = any(map(thinking, conversation.messages))
+        keeps_thinking = has_thinking and self._hidden_thinking_closes is not None
+        return as_served(conversation.messages, keeps_thinking)
 
     def _render(
-        self, conversation: Conversation, num_messages: int, generation_prompt: bool
-    ) -> list[int]:
+        self,
+        messages: Sequence[Message],
+        tools: tuple[dict[str, Any], ...] | None,
+        *,
+        asks: bool,
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                list(conversation.messages[:num_messages]),
-                tools=list(conversation.tools) if conversation.tools else None,
-                add_generation_prompt=generation_prompt,
-                tokenize=True,
-                return_dict=False,
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=asks,
+                tokenize=False,
                 **self.template_kwargs,
             )
         except jinja2.TemplateError as error:  # "roles must alternate", a missing key
             raise Drop("template_refuses") from error
 
-
-def _is_empty(message: Message) -> bool:
-    """Whether an assistant turn says nothing: no text, no reasoning, no tool call."""
-    content = message.get("content")
-    if isinstance(content, str):
-        content = content.strip()
-    spoken = (content, message.get("tool_calls"))
-    return not any((*spoken, message.get("reasoning"), message.get("reasoning_content")))
+    def _encode(self, text: str) -> list[int]:
+        """As an engine does: the template has written every special token itself."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def _unusable(verifier: Verifier, expected: str, found: Any) -> ConfigError:

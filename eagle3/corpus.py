@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from .chat import Conversation, Message
+from .messages import Conversation, Message
 from .config import HubSource, LocalSource, PackageSource, Source
 from .errors import ConfigError
 

@@ -24,6 +24,7 @@ from typing import Any
 from .acceptance import Acceptance
 from .config import Config
 from .errors import ConfigError, NoRoomError
+from .family import is_multimodal
 from .script import log
 from .verifier import Verifier
 
@@ -86,11 +87,14 @@ class Engine:
         start_s = time.monotonic()
         from vllm import LLM
 
+        _let_vllm_scan_llvmlite()
         arguments: dict[str, Any] = {
             "model": str(verifier.directory),
             "dtype": config.verifier.dtype,
             "trust_remote_code": config.verifier.trust_remote_code,
             "skip_tokenizer_init": True,
+            # Of a multimodal verifier only the decoder: no vision tower, no image processor.
+            "language_model_only": is_multimodal(verifier.config),
             "tensor_parallel_size": config.engine.tensor_parallel_size,
             "max_model_len": max_model_len(config),
             "max_num_seqs": max_num_seqs or config.engine.max_num_seqs,
@@ -186,6 +190,16 @@ def max_model_len(config: Config) -> int:
     return config.data.max_length_tokens + _SPARE_TOKENS
 
 
+def _let_vllm_scan_llvmlite() -> None:
+    """vLLM's CPU build reads the ``__dict__`` of every object in every module, looking for kernels
+    (0.32.0, ``triton_utils/dispatcher.py``). llvmlite's library answers any name, this one too,
+    with a C function, and the scan fails if llvmlite was imported first, as Kimi's class does.
+    """
+    from llvmlite.binding import ffi
+
+    ffi.lib._fntab["__dict__"] = {}
+
+
 def _cannot_start(error: Exception, verifier: Verifier, drafter: Path | None) -> Exception:
     text = " ".join(str(error).split())[:400]
     if "memory" in text.lower() or isinstance(error, MemoryError):
@@ -195,6 +209,16 @@ def _cannot_start(error: Exception, verifier: Verifier, drafter: Path | None) ->
             expected="room for weights, activations and KV cache",
             found=text,
             fix="free memory, or lower engine.cpu_kv_cache_gib / gpu_memory_utilization",
+        )
+    is_quantized = "quantization_config" in {**verifier.config, **verifier.text_config}
+    if isinstance(error, NotImplementedError) and is_quantized:
+        return ConfigError(
+            "vLLM has no kernel here for the verifier's quantised weights",
+            where=verifier.directory,
+            expected="a GPU: vLLM's CPU build runs no INT4 experts",
+            found=text,
+            fix="run on a GPU node (a small verifier also runs here once "
+            "tools/decompress_experts.py has made it plain)",
         )
     return ConfigError(
         "vLLM cannot start on these files",

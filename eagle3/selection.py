@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from .chat import Chat, Conversation, Drop
+from .chat import Chat, Row
 from .config import Config, DataSection
 from .corpus import opening, read_source, text_key, user_keys
 from .engine import max_model_len
 from .errors import ConfigError
+from .messages import Conversation, Drop
 from .verifier import Verifier
 
 
@@ -64,13 +65,16 @@ class Candidate:
         source_id: index into ``data.sources``.
         opening: its first user turn, folded; conversations sharing it stay on one side.
         prompt_ids: int32 ``[num_tokens]``, up to where the assistant's last answer begins.
-        row: token ids and loss mask; None where the verifier is still to answer.
+        rows: token ids and loss masks, several where the template rewrites history; None where
+            the verifier is still to answer.
+        dropped_rows: other rows of the same conversation, by the reason they cannot be used.
     """
 
     source_id: int
     opening: str
     prompt_ids: np.ndarray
-    row: tuple[np.ndarray, np.ndarray] | None
+    rows: tuple[Row, ...] | None
+    dropped_rows: Counter[str]
 
 
 def select(
@@ -124,14 +128,20 @@ def _candidate(
         prompt_ids = chat.prompt_ids(used)
         if len(prompt_ids) + data.min_supervised_tokens > data.max_length_tokens:
             raise Drop("too_long")
-        return Candidate(source_id, user_turns[0], prompt_ids, None)
-    ids, mask = chat.training_row(used)
-    if len(ids) > data.max_length_tokens:  # never cut: a cut row has lost its end of turn
-        raise Drop("too_long")
-    if mask.sum() < data.min_supervised_tokens:
-        raise Drop("too_few_supervised")
+        return Candidate(source_id, user_turns[0], prompt_ids, None, Counter())
+    rows, dropped_rows = [], Counter()
+    for ids, mask in chat.training_rows(used):
+        if len(ids) > data.max_length_tokens:  # never cut: a cut row has lost its end of turn
+            dropped_rows["too_long"] += 1
+        elif mask.sum() < data.min_supervised_tokens:
+            dropped_rows["too_few_supervised"] += 1
+        else:
+            rows.append((ids, mask))
+    if not rows:
+        raise Drop(dropped_rows.most_common(1)[0][0])
+    ids, mask = rows[-1]
     last_answer = int(np.flatnonzero(~mask)[-1]) + 1
-    return Candidate(source_id, user_turns[0], ids[:last_answer], (ids, mask))
+    return Candidate(source_id, user_turns[0], ids[:last_answer], tuple(rows), dropped_rows)
 
 
 def split(candidates: Sequence[Candidate], data: DataSection) -> list[bool]:

@@ -98,10 +98,11 @@ class Verifier:
         """The verifier's tokenizer.
 
         Raises:
-            ConfigError: it has no chat template.
+            ConfigError: it has no chat template, or is code that the config does not trust.
         """
         from transformers import AutoTokenizer
 
+        self._require_trust()
         tokenizer = AutoTokenizer.from_pretrained(
             self.directory, trust_remote_code=self.trust_remote_code
         )
@@ -114,6 +115,27 @@ class Verifier:
                 fix="take the chat-tuned checkpoint, or add chat_template.jinja beside it",
             )
         return tokenizer
+
+    def _require_trust(self) -> None:
+        """A tokenizer that is code runs only where the config says so.
+
+        Without it transformers 5.19 does not fail on a ``tiktoken.model``: it makes another
+        tokenizer of the file, with other ids for the special tokens.
+        """
+        path = self.directory / "tokenizer_config.json"
+        if self.trust_remote_code or not path.is_file():
+            return
+        code = json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {}
+        if isinstance(code, dict):  # an old form is the list itself
+            code = code.get("AutoTokenizer")
+        if code:
+            raise ConfigError(
+                "the verifier's tokenizer is code shipped with it, which may not run",
+                where="verifier.trust_remote_code",
+                expected=f"true, to run {code} from {self.directory}",
+                found=False,
+                fix="read that code, and set verifier.trust_remote_code: true if you trust it",
+            )
 
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:
@@ -137,9 +159,11 @@ class Verifier:
         weights = {
             path.name: sampled_sha256(path) for path in sorted(self.directory.glob("*.safetensors"))
         }
+        # Trusted code decides what the tokens are.
+        code = [path.name for path in self.directory.glob("*.py")] if self.trust_remote_code else []
         tokenizer = {
             name: sha256_file(self.directory / name)
-            for name in _TOKENIZER_FILES
+            for name in (*_TOKENIZER_FILES, *code)
             if (self.directory / name).is_file()
         }
         template = self.tokenizer.chat_template

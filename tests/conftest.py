@@ -23,6 +23,8 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
+TINY_KIMI = ROOT / "models" / "tiny-kimi"
+TINY_KIMI_INT4 = ROOT / "models" / "tiny-kimi-int4"
 VOCAB_SIZE = 512
 
 # A busy machine is slow, not wrong.
@@ -119,6 +121,19 @@ def smollm2_dir() -> Path:
     """The demo's verifier, made on first use (about 30 s)."""
     subprocess.run([sys.executable, str(ROOT / "tools" / "make_demo_verifier.py")], check=True)
     return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi_dir() -> Path:
+    """A tiny random verifier of Kimi-K2.5's kind in bfloat16, made on first use (seconds)."""
+    subprocess.run([sys.executable, str(ROOT / "tools" / "make_tiny_kimi.py")], check=True)
+    return TINY_KIMI
+
+
+@pytest.fixture(scope="session")
+def tiny_kimi_int4_dir(tiny_kimi_dir: Path) -> Path:
+    """The same model, its experts in INT4."""
+    return TINY_KIMI_INT4
 
 
 @pytest.fixture

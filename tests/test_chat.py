@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eagle3.chat import Chat, Conversation, Drop
+from eagle3.chat import Chat
 from eagle3.config import VerifierSection
 from eagle3.errors import ConfigError
+from eagle3.messages import Conversation, Drop
 from eagle3.verifier import Verifier
 
 END = "<|im_end|>"
@@ -68,7 +69,7 @@ def test_supervised_tokens_are_the_assistants_words_and_the_end_of_turn(
     chat, pairs, system, asks_again
 ):
     turns = [text for pair in pairs for text in pair] + ["and then?"] * asks_again
-    ids, mask = chat.training_row(conversation(*turns, system=system))
+    [(ids, mask)] = chat.training_rows(conversation(*turns, system=system))
     assert ids.dtype == np.int32 and mask.dtype == bool and ids.shape == mask.shape
     assert supervised_texts(chat, ids, mask) == [answer + END for _, answer in pairs]
     assert mask[-1] and ids[-1] in chat.end_of_turn_ids  # nothing stands after it
@@ -77,20 +78,20 @@ def test_supervised_tokens_are_the_assistants_words_and_the_end_of_turn(
 @given(pairs=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
 def test_a_row_begins_with_the_prompt_that_is_served(chat, pairs):
     whole = conversation(*[text for pair in pairs for text in pair])
-    ids, mask = chat.training_row(whole)
+    [(ids, mask)] = chat.training_rows(whole)
     prompt = chat.prompt_ids(whole.prompt())
     assert ids[: len(prompt)].tolist() == prompt.tolist()
     assert not mask[len(prompt) - 1] and mask[len(prompt) :].all()
 
 
 def test_the_line_break_after_a_turn_is_not_supervised(chat):
-    ids, mask = chat.training_row(conversation("hi", "hello", "and?", "bye"))
+    [(ids, mask)] = chat.training_rows(conversation("hi", "hello", "and?", "bye"))
     line_break = chat.tokenizer.encode("\n", add_special_tokens=False)[0]
     first_end = int(np.flatnonzero(mask & np.isin(ids, chat.end_of_turn_ids))[0])
     assert ids[first_end + 1] == line_break and not mask[first_end + 1]
 
 
-def test_a_template_that_removes_earlier_reasoning_is_seen(chat):
+def test_a_template_that_removes_earlier_reasoning_gives_a_row_a_turn(chat):
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.reasoning and loop.last %}[{{ m.reasoning }}]{% endif %}"
@@ -100,10 +101,19 @@ def test_a_template_that_removes_earlier_reasoning_is_seen(chat):
     messages = list(conversation("hi", "hello", "and?", "bye").messages)
     messages[1] = {**messages[1], "reasoning": "greet back"}
     rewriting = with_template(chat, template)
-    with pytest.raises(Drop, match="template_rewrites_history"):
-        rewriting.training_row(Conversation(tuple(messages)))
-    ids, mask = rewriting.training_row(Conversation(tuple(messages[:2])))
-    assert supervised_texts(chat, ids, mask) == [f"[greet back]hello{END}"]
+    rows = rewriting.training_rows(Conversation(tuple(messages)))
+    assert [supervised_texts(chat, *row) for row in rows] == [
+        [f"[greet back]hello{END}"],
+        [f"bye{END}"],
+    ]
+    assert "greet back" not in chat.tokenizer.decode(rows[1][0].tolist())
+
+
+def test_a_template_without_thinking_leaves_it_out(chat):
+    messages = list(conversation("hi", "hello", "and?", "bye").messages)
+    messages[1] = {**messages[1], "reasoning": "greet back"}
+    [(ids, mask)] = chat.training_rows(Conversation(tuple(messages)))
+    assert supervised_texts(chat, ids, mask) == [f"hello{END}", f"bye{END}"]
 
 
 def test_a_generation_prompt_the_answer_does_not_follow_is_seen(chat):
@@ -111,8 +121,8 @@ def test_a_generation_prompt_the_answer_does_not_follow_is_seen(chat):
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\nthink:{% endif %}"
     )
-    with pytest.raises(Drop, match="template_rewrites_history"):
-        with_template(chat, template).training_row(conversation("hi", "hello"))
+    with pytest.raises(Drop, match="answer_does_not_follow_prompt"):
+        with_template(chat, template).training_rows(conversation("hi", "hello"))
 
 
 def test_tools_and_template_kwargs_reach_the_template(chat):
@@ -136,7 +146,7 @@ def test_tools_and_template_kwargs_reach_the_template(chat):
 )
 def test_what_cannot_be_trained_on_is_dropped_by_reason(chat, messages, reason):
     with pytest.raises(Drop) as drop:
-        chat.training_row(Conversation(tuple(messages)))
+        chat.training_rows(Conversation(tuple(messages)))
     assert drop.value.reason == reason
 
 

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3 import corpus
-from eagle3.chat import Chat, Conversation
+from eagle3.chat import Chat
 from eagle3.config import DataSection, HubSource, LocalSource, PackageSource
 from eagle3.config_file import load_config
 from eagle3.corpus import fold, read_source, text_key
 from eagle3.errors import ConfigError
+from eagle3.messages import Conversation
 from eagle3.selection import check_config, evaluation_prompts, fitting, select, split
 from eagle3.verifier import Verifier
 
@@ -174,12 +175,29 @@ def test_short_answers_teach_nothing(config, chat):
     assert not candidates and dropped == {"too_few_supervised": 1}
 
 
+def test_rows_of_one_conversation_are_kept_or_dropped_one_by_one(config, chat):
+    """A template that shows thinking in the last turn alone: a row a turn, of one candidate."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.reasoning and loop.last %}[{{ m.reasoning }}]{% endif %}"
+        "{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rewriting = Chat(chat.tokenizer, chat.end_of_turn_ids, {"chat_template": template})
+    turns = [{**MESSAGES[1], "reasoning": text} for text in ("a greeting", "again", "why " * 200)]
+    whole = Conversation(tuple(message for turn in turns for message in (MESSAGES[0], turn)))
+    (candidate,), dropped = select_all(config, rewriting, whole)
+    assert len(candidate.rows) == 2 and not dropped
+    assert candidate.dropped_rows == {"too_long": 1}
+    assert candidate.prompt_ids.tolist() == candidate.rows[1][0][~candidate.rows[1][1]].tolist()
+
+
 def test_where_the_verifier_answers_only_the_prompt_counts(write_config, chat):
     data = load_config(write_config()).data
     old = Conversation((*MESSAGES, {"role": "user", "content": "and?"}))
     twice = [old, Conversation((*old.messages, {"role": "assistant", "content": ""}))]
     candidates, dropped = select([twice], chat, data, frozenset())
-    assert dropped == {"duplicate": 1} and candidates[0].row is None
+    assert dropped == {"duplicate": 1} and candidates[0].rows is None
     assert chat.tokenizer.decode(candidates[0].prompt_ids).endswith(
         "hello there<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     )

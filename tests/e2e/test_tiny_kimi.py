@@ -1,0 +1,78 @@
+"""The six scripts on a verifier of Kimi's kind, as an operator runs them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/tiny_kimi_cpu.yaml"
+SCRIPTS = sorted(path.name for path in ROOT.glob("0[1-6]_*.py"))
+
+
+def run(script: str, run_dir: Path, *overrides: str) -> tuple[int, str]:
+    sets = [word for key in (f"run.dir={run_dir}", *overrides) for word in ("--set", key)]
+    done = subprocess.run(
+        [sys.executable, script, CONFIG, *sets],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_kimi_dir, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs")
+    for script in SCRIPTS:
+        code, screen = run(script, run_dir)
+        assert code == 0, f"{script}\n{screen[-4000:]}"
+    return run_dir / "tiny_kimi"
+
+
+def test_served_as_predicted_and_lossless(finished):
+    report = json.loads((finished / "06_verify" / "report.json").read_text())
+    assert report["verdict"] == "pass"
+    for name, served in report["served"].items():
+        predicted = report["predicted"][name]["acceptance_length"]
+        assert abs(predicted / served["acceptance_length"] - 1) <= 0.03, name
+        assert served["acceptance_length"] > 1.2
+    assert report["lossless"]["unexplained"] == 0
+    assert report["lossless"]["compared"] == 24
+
+
+def test_wiring(finished):
+    """What the exported drafter says of itself is what was captured, and its heads are 128 wide."""
+    config = json.loads((finished / "05_export" / "drafter" / "config.json").read_text())
+    wiring = config["wiring_contract"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == wiring["aux_layer_ids"] == [1, 2, 4]
+    assert wiring["num_verifier_layers"] == 5 and wiring["hidden_size"] == 128
+    layer = config["transformer_layer_config"]
+    assert layer["head_dim"] == 128 and layer["num_attention_heads"] == 2
+    assert config["speculators_config"]["verifier"]["architectures"] == [
+        "KimiK25ForConditionalGeneration"
+    ]
+    with safe_open(finished / "05_export" / "drafter" / "model.safetensors", "pt") as file:
+        assert file.get_slice("layers.0.self_attn.q_proj.weight").get_shape() == [256, 256]
+        assert file.get_slice("layers.0.self_attn.o_proj.weight").get_shape() == [128, 256]
+        kept = file.get_tensor("t2d").nonzero().flatten().tolist()
+    special = json.loads((ROOT / "models/tiny-kimi/tokenizer_config.json").read_text())
+    ids = {token["content"]: int(i) for i, token in special["added_tokens_decoder"].items()}
+    assert {ids["<|im_end|>"], ids["<think>"], ids["<|tool_call_begin|>"]} <= set(kept)
+
+
+def test_rows_begin_with_the_thinking_prompt(finished):
+    preview = (finished / "01_data" / "preview.md").read_text()
+    context = next(line for line in preview.splitlines() if line.startswith("context"))
+    asks = "<|im_assistant|>assistant<|im_middle|><think>"
+    assert context.replace("·", "").endswith(asks)
+
+
+def test_code_nobody_trusted_does_not_run(finished, tmp_path):
+    code, screen = run(SCRIPTS[0], tmp_path, "verifier.trust_remote_code=false")
+    assert code == 2 and "verifier.trust_remote_code: true" in screen
