@@ -4,6 +4,6 @@ Modules, lowest floor first; imports point down only:
 
 ground   errors, files, disk, config, config_file, script, verifier, contract, artifact, stage
 floor 1  rows, shards, messages, chat, corpus, vocab, drafter, acceptance, summary
-floor 2  engine, worker, capture, batches, ttt, replay, predict, answers, selection
+floor 2  engine, vllm_cpu, worker, capture, batches, ttt, replay, predict, answers, selection
 floor 3  loop, export, exported, serve, report, pictures
 """

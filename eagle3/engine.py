@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import vllm_cpu
 from .acceptance import Acceptance
 from .config import Config
 from .errors import ConfigError, NoRoomError
@@ -87,7 +88,7 @@ class Engine:
         start_s = time.monotonic()
         from vllm import LLM
 
-        _let_vllm_scan_llvmlite()
+        vllm_cpu.prepare()
         arguments: dict[str, Any] = {
             "model": str(verifier.directory),
             "dtype": config.verifier.dtype,
@@ -188,16 +189,6 @@ class Engine:
 def max_model_len(config: Config) -> int:
     """The engine's context: the longest row and the few tokens beyond its end."""
     return config.data.max_length_tokens + _SPARE_TOKENS
-
-
-def _let_vllm_scan_llvmlite() -> None:
-    """vLLM's CPU build reads the ``__dict__`` of every object in every module, looking for kernels
-    (0.32.0, ``triton_utils/dispatcher.py``). llvmlite's library answers any name, this one too,
-    with a C function, and the scan fails if llvmlite was imported first, as Kimi's class does.
-    """
-    from llvmlite.binding import ffi
-
-    ffi.lib._fntab["__dict__"] = {}
 
 
 def _cannot_start(error: Exception, verifier: Verifier, drafter: Path | None) -> Exception:
