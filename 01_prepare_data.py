@@ -48,16 +48,18 @@ def main(invocation: Invocation) -> None:
         # Preflight: lengths, template and every source, before the engine starts.
         check_config(config, verifier)
         chat = Chat.open(verifier, data.chat_template_kwargs)
+        modes = data.regenerate.other_modes if data.regenerate else ()
+        other_chats = [Chat.open(verifier, mode.chat_template_kwargs) for mode in modes]
         corpus = [read_source(source) for source in data.sources]
         evaluation, evaluation_keys = evaluation_prompts(config, chat)
         sets = {name: fitting(name, prompts, config) for name, prompts in evaluation.items()}
-        candidates, dropped = select(corpus, chat, data, evaluation_keys)
+        candidates, dropped = select(corpus, chat, data, evaluation_keys, other_chats)
         log("selected", passed=len(candidates), **dropped)
         is_validation = split(candidates, data)
 
         # The verifier answers. Without regenerate a candidate brings its rows and nothing is asked.
         asked = [
-            questions(candidate.prompt_ids, data.regenerate, validation) if data.regenerate else []
+            questions(candidate, data.regenerate, validation) if data.regenerate else []
             for candidate, validation in zip(candidates, is_validation, strict=True)
         ]
         book = AnswerBook(directory / "answers")

@@ -22,6 +22,7 @@ from .engine import Engine, Sampling
 from .errors import StaleInputError
 from .files import sha256_json, write_text
 from .script import Progress, log, stop_flag
+from .selection import Candidate
 from .verifier import Verifier
 
 PUBLISH_EVERY_S = 20  # what a kill can cost
@@ -55,17 +56,25 @@ class Answer:
 
 
 def questions(
-    prompt_ids: np.ndarray, regenerate: RegenerateSection, is_validation: bool
+    candidate: Candidate, regenerate: RegenerateSection, is_validation: bool
 ) -> list[Question]:
-    """What to ask of one prompt: training answers are drawn, several of them if the config says.
+    """What to ask of one prompt: training answers are drawn, in every mode the config names.
 
     A validation prompt is answered once and greedily, because that is how acceptance is served.
     """
-    prompt = tuple(prompt_ids.tolist())
+    prompt = tuple(candidate.prompt_ids.tolist())
     if is_validation:
         return [Question(prompt, Sampling(0.0, regenerate.max_new_tokens))]
-    sampling = Sampling(regenerate.temperature, regenerate.max_new_tokens, regenerate.top_p)
-    return [Question(prompt, sampling, repeat) for repeat in range(regenerate.answers_per_prompt)]
+    prompts = [candidate.prompt_ids, *candidate.other_prompt_ids]
+    return [
+        Question(
+            tuple(ids.tolist()),
+            Sampling(mode.temperature, regenerate.max_new_tokens, mode.top_p),
+            repeat,
+        )
+        for ids, mode in zip(prompts, (regenerate, *regenerate.other_modes), strict=True)
+        for repeat in range(regenerate.answers_per_prompt)
+    ]
 
 
 def answered_row(

@@ -92,11 +92,24 @@ class PackageSource(Section):
 Source = Annotated[LocalSource | HubSource | PackageSource, Field(discriminator="kind")]
 
 
+class ModeSection(Section):
+    """Another way the verifier is served: template arguments and the sampling that goes with it."""
+
+    chat_template_kwargs: dict[str, Any]
+    temperature: float = Field(ge=0)
+    top_p: float = Field(gt=0, le=1)
+
+
 class RegenerateSection(Section):
-    """How the verifier answers the training prompts itself."""
+    """How the verifier answers the training prompts itself.
+
+    ``temperature`` and ``top_p`` go with ``data.chat_template_kwargs``; every training prompt is
+    answered in each of ``other_modes`` besides (thinking and instant, say).
+    """
 
     temperature: float = Field(ge=0)
     top_p: float = Field(gt=0, le=1)
+    other_modes: tuple[ModeSection, ...]
     max_new_tokens: Positive
     answers_per_prompt: Positive
     seed: int

@@ -158,7 +158,8 @@ def _most_tokens(config: Config) -> int | None:
     limits = [source.max_conversations for source in config.data.sources]
     if None in limits:
         return None
-    answers = config.data.regenerate.answers_per_prompt if config.data.regenerate else 1
+    regenerate = config.data.regenerate
+    answers = regenerate.answers_per_prompt * (1 + len(regenerate.other_modes)) if regenerate else 1
     return sum(limits) * answers * config.data.max_length_tokens
 
 

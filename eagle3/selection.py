@@ -65,6 +65,7 @@ class Candidate:
         source_id: index into ``data.sources``.
         opening: its first user turn, folded; conversations sharing it stay on one side.
         prompt_ids: int32 ``[num_tokens]``, up to where the assistant's last answer begins.
+        other_prompt_ids: the same prompt in each of ``regenerate.other_modes``.
         rows: token ids and loss masks, several where the template rewrites history; None where
             the verifier is still to answer.
         dropped_rows: other rows of the same conversation, by the reason they cannot be used.
@@ -73,6 +74,7 @@ class Candidate:
     source_id: int
     opening: str
     prompt_ids: np.ndarray
+    other_prompt_ids: tuple[np.ndarray, ...]
     rows: tuple[Row, ...] | None
     dropped_rows: Counter[str]
 
@@ -82,12 +84,14 @@ def select(
     chat: Chat,
     data: DataSection,
     evaluation_keys: frozenset[str],
+    other_chats: Sequence[Chat] = (),
 ) -> tuple[list[Candidate], Counter[str]]:
     """Pass or drop every conversation of every source, in order.
 
     Args:
         corpus: conversations of each of ``data.sources``.
         evaluation_keys: folded user turns of the evaluation prompts.
+        other_chats: the template in each of ``regenerate.other_modes``.
 
     Returns:
         The candidates, and how many were dropped by reason.
@@ -98,7 +102,9 @@ def select(
         for conversation in conversations:
             try:
                 candidates.append(
-                    _candidate(conversation, source_id, chat, data, evaluation_keys, seen)
+                    _candidate(
+                        conversation, source_id, chat, data, evaluation_keys, other_chats, seen
+                    )
                 )
             except Drop as drop:
                 dropped[drop.reason] += 1
@@ -111,6 +117,7 @@ def _candidate(
     chat: Chat,
     data: DataSection,
     evaluation_keys: frozenset[str],
+    other_chats: Sequence[Chat],
     seen: set[str],
 ) -> Candidate:
     # Where the verifier answers, the old answer is nothing and the prompt is everything.
@@ -125,10 +132,10 @@ def _candidate(
     if not evaluation_keys.isdisjoint(user_turns):
         raise Drop("evaluation_overlap")
     if data.regenerate:
-        prompt_ids = chat.prompt_ids(used)
-        if len(prompt_ids) + data.min_supervised_tokens > data.max_length_tokens:
+        prompts = [mode.prompt_ids(used) for mode in (chat, *other_chats)]
+        if max(map(len, prompts)) + data.min_supervised_tokens > data.max_length_tokens:
             raise Drop("too_long")
-        return Candidate(source_id, user_turns[0], prompt_ids, None, Counter())
+        return Candidate(source_id, user_turns[0], prompts[0], tuple(prompts[1:]), None, Counter())
     rows, dropped_rows = [], Counter()
     for ids, mask in chat.training_rows(used):
         if len(ids) > data.max_length_tokens:  # never cut: a cut row has lost its end of turn
@@ -141,7 +148,7 @@ def _candidate(
         raise Drop(dropped_rows.most_common(1)[0][0])
     ids, mask = rows[-1]
     last_answer = int(np.flatnonzero(~mask)[-1]) + 1
-    return Candidate(source_id, user_turns[0], ids[:last_answer], tuple(rows), dropped_rows)
+    return Candidate(source_id, user_turns[0], ids[:last_answer], (), tuple(rows), dropped_rows)
 
 
 def split(candidates: Sequence[Candidate], data: DataSection) -> list[bool]:

@@ -146,7 +146,7 @@ def test_node_that_fits_and_one_that_does_not(kimi_dir, tmp_path):
     code, screen = run("02_gen_hidden_states.py", kimi_dir, environment=environment)
     assert code == 0, screen
     assert "bytes_per_token=57348" in screen and "weights='69.3 GiB'" in screen
-    assert re.search(r"time at_most_tokens=409600 assumed_tokens_per_s=20000 hours=0\.01", screen)
+    assert re.search(r"time at_most_tokens=819200 assumed_tokens_per_s=20000 hours=0\.01", screen)
     environment = fake_driver(tmp_path / "a100", 8, 81_920)
     code, screen = run("02_gen_hidden_states.py", kimi_dir, environment=environment)
     assert code == 5 and "memory is too small" in screen
@@ -160,7 +160,7 @@ def test_disk_is_computed_before_anything(kimi_dir, tmp_path):
         "capture.disk_budget_bytes=1000000000",
         environment=environment,
     )
-    assert code == 5 and "budget" in screen and "21.9 GiB" in screen
+    assert code == 5 and "budget" in screen and "43.8 GiB" in screen
 
 
 def test_key_that_vllm_reads_is_missing(kimi_dir):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,12 +16,18 @@ from eagle3.config import RegenerateSection
 from eagle3.engine import Sampling
 from eagle3.errors import StaleInputError
 from eagle3.rows import TokenRows
+from eagle3.selection import Candidate
 from eagle3.summary import marked, preview, tally
 
 ROW = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), min_size=1, max_size=8)
 ROWS = st.lists(st.tuples(ROW, st.integers(0, 1), st.booleans()), min_size=1, max_size=6)
 REGENERATE = RegenerateSection(
-    temperature=0.7, top_p=0.9, max_new_tokens=16, answers_per_prompt=3, seed=0
+    other_modes=[{"chat_template_kwargs": {"thinking": False}, "temperature": 0.6, "top_p": 1.0}],
+    temperature=0.7,
+    top_p=0.9,
+    max_new_tokens=16,
+    answers_per_prompt=3,
+    seed=0,
 )
 
 
@@ -71,13 +78,15 @@ def test_a_preview_marks_what_is_trained(tiny_verifier_dir):
     assert preview(rows, tokenizer).count("\nTRAINED") == 4  # three training rows, one validation
 
 
-def test_training_prompts_are_answered_often_and_validation_prompts_once_greedily():
-    prompt = np.array([1, 2], np.int32)
-    training = questions(prompt, REGENERATE, is_validation=False)
-    assert [q.sampling for q in training] == [Sampling(0.7, 16, 0.9)] * 3
-    assert len({q.key for q in training}) == 3
-    (validation,) = questions(prompt, REGENERATE, is_validation=True)
-    assert validation.sampling == Sampling(0.0, 16)
+def test_training_prompts_are_answered_in_every_mode_and_validation_prompts_once_greedily():
+    thinking, instant = np.array([1, 2], np.int32), np.array([1, 2, 3], np.int32)
+    candidate = Candidate(0, "hi", thinking, (instant,), None, Counter())
+    training = questions(candidate, REGENERATE, is_validation=False)
+    assert [q.sampling for q in training] == [Sampling(0.7, 16, 0.9)] * 3 + [Sampling(0.6, 16)] * 3
+    assert [q.prompt_ids for q in training] == [(1, 2)] * 3 + [(1, 2, 3)] * 3
+    assert len({q.key for q in training}) == 6
+    (validation,) = questions(candidate, REGENERATE, is_validation=True)
+    assert validation.sampling == Sampling(0.0, 16) and validation.prompt_ids == (1, 2)
 
 
 @given(
