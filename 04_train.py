@@ -35,10 +35,11 @@ from eagle3.vocab import VocabMap
 
 
 def main(invocation: Invocation) -> None:
-    config = invocation.load_config()
+    ranks = Ranks.join()
+    config = ranks.agree(invocation.load_config)
     if invocation.check:
         return check(config, "04_train", invocation)
-    with Ranks.join() as ranks, Stage(config, "04_train", invocation, ranks) as stage:
+    with ranks, Stage(config, "04_train", invocation, ranks) as stage:
         if stage.done:
             return
         rows = TokenRows.load(stage.inputs["01_data"].path("rows.safetensors"))

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 
 from .batches import RowReader, prefetched
 from .config import TrainSection
@@ -77,8 +76,6 @@ class Trainer:
         self.accelerator = Accelerator(
             mixed_precision=section.mixed_precision,
             cpu=not torch.cuda.is_available(),
-            # The buffers are constants.
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         )
         trainable = [p for p in step.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(

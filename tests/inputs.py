@@ -17,18 +17,21 @@ from eagle3.shards import ShardBuffer
 from eagle3.stage import Stage
 from eagle3.vocab import VocabMap
 
+_FAVOURITE = 7  # the token that most rows are made of, and that the verifier predicts
+
 
 def publish_rows(config_path: Path, num_rows: int, num_validation: int) -> TokenRows:
-    """01: random tokens in rows of 6 to 40, the last two thirds of each supervised."""
+    """01: rows of 6 to 40 tokens, the last two thirds of each supervised."""
     config, invocation = _open(config_path)
     rng = np.random.default_rng(0)
     with Stage(config, "01_data", invocation) as stage:
         lengths = rng.integers(6, 41, num_rows)
+        made = []
+        for n in lengths:
+            ids = rng.integers(0, stage.verifier.vocab_size, n)
+            made.append((np.where(rng.random(n) < 0.7, _FAVOURITE, ids), np.arange(n) >= n // 3))
         rows = TokenRows.from_lists(
-            [
-                (rng.integers(0, stage.verifier.vocab_size, n), np.arange(n) >= n // 3)
-                for n in lengths
-            ],
+            made,
             source_ids=[0] * num_rows,
             is_validation=[i >= num_rows - num_validation for i in range(num_rows)],
             sources=["made up"],
@@ -39,11 +42,13 @@ def publish_rows(config_path: Path, num_rows: int, num_validation: int) -> Token
 
 
 def publish_shards(config_path: Path, rows: TokenRows, shard_tokens: int) -> None:
-    """02: random states of the rows."""
+    """02: random states of the rows, the last one leaning to one token: that can be learned."""
     config, invocation = _open(config_path)
     generator = torch.Generator().manual_seed(0)
     with Stage(config, "02_hidden", invocation) as stage:
         wiring = Wiring.at_capture(config, stage.verifier)
+        lean = stage.verifier.lm_head()[_FAVOURITE] / stage.verifier.final_norm()
+        lean = 2 * lean / lean.square().mean().sqrt()
         plan = plan_shards(rows.lengths, shard_tokens, stage.directory)
         for path, row_ids in plan.items():
             buffer = ShardBuffer.allocate(
@@ -57,6 +62,7 @@ def publish_shards(config_path: Path, rows: TokenRows, shard_tokens: int) -> Non
             size = (len(ids), wiring.hidden_size)
             num_states = len(wiring.aux_layer_ids) + 1
             states = [torch.randn(size, generator=generator) for _ in range(num_states)]
+            states[-1] += lean
             buffer.put(
                 torch.arange(len(ids)), ids, [s.to(buffer.last_hidden_states) for s in states]
             )

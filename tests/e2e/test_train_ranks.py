@@ -126,7 +126,9 @@ def assert_same_training(found: Training, expected: Training) -> None:
     for ours, theirs in zip(found.of_kind("train"), steps, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5), theirs["step"]
         assert ours["loss_per_ttt_step"] == pytest.approx(theirs["loss_per_ttt_step"], rel=1e-5)
-    assert steps[-1]["loss"] < 0.95 * steps[0]["loss"], "it learned nothing: nothing was compared"
+    # It learned, or nothing was compared.
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
+    assert expected.of_kind("validation")[-1]["acceptance_length"] > 1.2
     for ours, theirs in zip(
         found.of_kind("validation"), expected.of_kind("validation"), strict=True
     ):
