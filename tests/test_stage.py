@@ -122,13 +122,6 @@ def test_counts_that_do_not_add_up_are_our_bug(run):
     assert not (stage.directory / "manifest.json").exists()
 
 
-def test_check_computes_and_writes_nothing(run, capsys):
-    with run.stage(check=True):
-        pass
-    assert "check only" in capsys.readouterr().out
-    assert not run.config.run_dir.exists()
-
-
 def test_the_last_stage_names_no_next_command(run, capsys):
     run.stage("06_verify").say_next()
     assert "the run is complete" in _last_line(capsys)
@@ -197,10 +190,12 @@ READERS = {
     "verify": {"06_verify"},
     "run": set(),
     "engine": set(),
+    "assumed_tokens_per_s": set(),
 }
 OPERATIONAL = {
     "verifier.path",
     "capture.disk_budget_bytes",
+    "drafter.reference",
     "train.log_every_steps",
     "train.checkpoint_every_steps",
 }
@@ -228,15 +223,22 @@ def _another(run: Run, key: str, other_verifier: Path) -> Config:
     old = run.config
     for part in key.split("."):
         old = getattr(old, part)
+    geometry = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    reference = {name: getattr(run.config.drafter, name) for name in geometry} | {"source": "x"}
     candidates = {
         bool: [not old],
         int: [1, 2, 3],
         float: [0.25, 0.5],
         str: ["other", "bfloat16", "no"],
         type(Path()): ["other"],
-        tuple: [[], [1, 2], [{"kind": "package", "name": "gsm8k", "max_conversations": 1}]],
+        tuple: [
+            [],
+            [1, 2],
+            [{"kind": "package", "name": "gsm8k", "max_conversations": 1}],
+            [{"chat_template_kwargs": {}, "temperature": 0.5, "top_p": 1.0}],
+        ],
         dict: [{"extra": 0.5}],
-        type(None): ["main", {"rope_type": "linear", "factor": 2.0}],
+        type(None): ["main", {"rope_type": "linear", "factor": 2.0}, reference],
     }[type(old)]
     if key == "verifier.path":
         candidates = [str(other_verifier)]
