@@ -43,4 +43,4 @@ demo: setup
 	.venv/bin/python 06_verify.py $(CONFIG)
 
 test: setup
-	.venv/bin/python -m pytest -m "not kill and not sabotage and not exhaustive"
+	.venv/bin/python -m pytest --durations=12 -m "not kill and not sabotage and not exhaustive"
