@@ -119,8 +119,8 @@ class Verifier:
     def _require_trust(self) -> None:
         """A tokenizer that is code runs only where the config says so.
 
-        Without it transformers 5.19 does not fail on a ``tiktoken.model``: it makes another
-        tokenizer of the file, with other ids for the special tokens.
+        Asked before transformers is: 5.19 can make a tokenizer of its own out of a
+        ``tiktoken.model``, which need not be the verifier's.
         """
         path = self.directory / "tokenizer_config.json"
         if self.trust_remote_code or not path.is_file():

@@ -30,7 +30,7 @@ def run(script: str, run_dir: Path, *overrides: str) -> tuple[int, str]:
 def finished(tiny_kimi_dir, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("runs")
     for script in SCRIPTS:
-        code, screen = run(script, run_dir)
+        code, screen = run(script, run_dir, "train.num_epochs=5")
         assert code == 0, f"{script}\n{screen[-4000:]}"
     return run_dir / "tiny_kimi"
 
@@ -42,8 +42,9 @@ def test_served_as_predicted_and_lossless(finished):
         predicted = report["predicted"][name]["acceptance_length"]
         assert abs(predicted / served["acceptance_length"] - 1) <= 0.03, name
         assert served["acceptance_length"] > 1.2
+    prompts = json.loads((finished / "01_data" / "prompts.json").read_text())
     assert report["lossless"]["unexplained"] == 0
-    assert report["lossless"]["compared"] == 24
+    assert report["lossless"]["compared"] == sum(map(len, prompts.values())) > 16
 
 
 def test_wiring(finished):
