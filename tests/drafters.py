@@ -30,6 +30,7 @@ GEOMETRY: dict[str, Any] = {
     "norm_before_fc": False,
     "fc_norm": False,
     "norm_output": False,
+    "reference": None,
 }
 
 
