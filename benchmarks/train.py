@@ -124,7 +124,7 @@ def measure(
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - start_s)
-        first_loss = float(loss) if first_loss is None else first_loss
+        first_loss = loss.item() if first_loss is None else first_loss
     return seconds[2:], first_loss, peak_bytes() - start_bytes
 
 
