@@ -14,8 +14,6 @@ over; both simply write by position.
 
 from __future__ import annotations
 
-import ctypes
-import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,6 @@ import torch
 
 from .files import sha256_file
 from .shards import ShardBuffer
-
-_PR_SET_PDEATHSIG = 1
 
 
 class CaptureWorker:
@@ -55,10 +51,6 @@ class CaptureWorker:
     def capture_wait(self) -> dict[str, Any] | None:
         """Wait for the oldest shard being written: its size in bytes and SHA-256."""
         return self._capture.wait() if self.rank == 0 else None
-
-    def die_with_parent(self) -> None:
-        """Ask the kernel to kill this worker process when the process that started it dies."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Capture:
