@@ -21,6 +21,8 @@ import pytest
 import yaml
 from hypothesis import settings
 
+from tests.runs import Run
+
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "smollm2-135m-instruct"
 TINY_KIMI = ROOT / "models" / "tiny-kimi"
@@ -161,6 +163,12 @@ def write_config(tmp_path: Path, tiny_verifier_dir: Path) -> Callable[..., Path]
     ``tmp_path/runs/tiny``. Overrides are dotted keys and come last.
     """
     return config_writer(tmp_path, tiny_verifier_dir)
+
+
+@pytest.fixture
+def run(write_config: Callable[..., Path]) -> Run:
+    """A run whose stages are made in a moment."""
+    return Run(write_config)
 
 
 def config_writer(tmp_path: Path, tiny_verifier_dir: Path) -> Callable[..., Path]:

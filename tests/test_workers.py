@@ -16,7 +16,7 @@ from eagle3.files import write_text
 from eagle3.script import Invocation
 from eagle3.stage import Stage
 from eagle3.workers import Worker
-from tests.test_stage import Run
+from tests.runs import Run
 
 # --- which part ---
 
@@ -90,11 +90,6 @@ def test_a_wrong_command_line_is_exit_2(flags, takes_workers, message, capsys):
 
 
 # --- locks ---
-
-
-@pytest.fixture
-def run(write_config) -> Run:
-    return Run(write_config)
 
 
 def _stage(run: Run, worker: str | None = None) -> Stage:

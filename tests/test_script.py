@@ -1,0 +1,144 @@
+"""Scripts as processes: exit codes, what the screen says, stop signals, one process a stage."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from eagle3.errors import ConfigError, GateError, NoRoomError, StaleInputError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _script(tmp_path: Path, body: str, config: Path, *flags: str, **popen: Any) -> subprocess.Popen:
+    """Start a script whose ``main(invocation)`` is ``body``."""
+    path = tmp_path / "01_prepare_data.py"
+    imports = (
+        "import os, sys, time\n"
+        "from eagle3.errors import *\n"
+        "from eagle3.script import log, run_script, stop_flag\n"
+    )
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    path.write_text(f"{imports}def main(invocation):\n{lines}run_script(main, 'A script.')\n")
+    return subprocess.Popen(
+        [sys.executable, str(path), str(config), *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **popen,
+    )
+
+
+PARTS = 'where="HERE", expected="THIS", found="THAT", fix="do it"'
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("pass", 0),
+        ("raise RuntimeError('ours')", 1),
+        (f"raise ConfigError('WHAT', {PARTS})", 2),
+        (f"raise StaleInputError('WHAT', {PARTS})", 3),
+        (f"raise GateError('WHAT', {PARTS})", 4),
+        (f"raise NoRoomError('WHAT', {PARTS})", 5),
+        ("raise Interrupted", 75),
+        ("invocation.load_config()", 2),
+    ],
+)
+def test_exit_codes(body, code, tmp_path):
+    process = _script(tmp_path, body, tmp_path / "no config.yaml", "--set", "train.seed=1")
+    screen, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    command = f"python 01_prepare_data.py '{tmp_path}/no config.yaml' --set train.seed=1"
+    if code in (2, 3, 4, 5):
+        assert "Traceback" not in screen + errors
+        assert screen.splitlines()[-1].endswith(f", then: {command}")
+    if "WHAT" in body:
+        for line in ("error     WHAT", "where     HERE", "expected  THIS", "found     THAT"):
+            assert line in screen
+    if code == 1:
+        assert "RuntimeError: ours" in errors and "bug" in screen
+    if code == 75:
+        assert repr(command) in screen or f'"{command}"' in screen
+
+
+@pytest.mark.parametrize("kind", [ConfigError, StaleInputError, GateError, NoRoomError])
+def test_errors_cross_process_borders_whole(kind):
+    error = kind("what", where="a", expected="b", found="c", fix="d", command="e")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is kind and vars(copy) == vars(error)
+
+
+def test_a_stop_signal_finishes_the_unit_and_exits_75(tmp_path):
+    body = (
+        "print('started', flush=True)\n"
+        "while stop_flag.signal_name is None: time.sleep(0.02)\n"
+        "print('unit done', flush=True)\n"
+        "stop_flag.raise_if_set()\n"
+        "print('next unit')"
+    )
+    process = _script(tmp_path, body, tmp_path / "config.yaml")
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGTERM)
+    screen, errors = process.communicate(timeout=60)
+    assert process.returncode == 75 and not errors
+    assert screen.splitlines()[-2] == "unit done"
+    assert f"python 01_prepare_data.py {tmp_path / 'config.yaml'}" in screen.splitlines()[-1]
+
+
+def test_a_second_stop_signal_stops_at_once(tmp_path):
+    body = "print('started', flush=True)\nwhile True: time.sleep(0.05)"
+    process = _script(tmp_path, body, tmp_path / "config.yaml")
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    assert "again to stop now" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 75
+
+
+ENTER = (
+    "from eagle3.stage import Stage\n"
+    "from eagle3.files import write_text\n"
+    "with Stage(invocation.load_config(), '01_data', invocation) as stage:\n"
+)
+
+
+def test_a_second_process_is_refused_and_a_killed_one_frees_the_stage(run, tmp_path):
+    body = ENTER + "    print('entered', flush=True)\n    time.sleep(600)"
+    process = _script(tmp_path, body, run.path)
+    try:
+        while process.stdout.readline() != "entered\n":
+            assert process.poll() is None, process.stderr.read()
+        error = run.refused()
+        assert error.found.startswith(f"pid {process.pid} on ")
+    finally:
+        process.kill()
+        process.communicate()
+    with run.stage() as stage:
+        assert not stage.done
+
+
+def test_a_disk_full_to_the_last_byte_is_exit_5(write_config, small_disk, tmp_path):
+    """The log is on the full disk too: that must not turn the error into a bug."""
+    body = ENTER + (
+        "    with open(stage.directory.parent / 'filler', 'wb', buffering=0) as file:\n"
+        "        try:\n"
+        "            while file.write(bytes(512)): pass\n"
+        "        except OSError: pass\n"
+        "    log('x' * 10000)\n"
+        "    write_text(stage.directory / 'rows.txt', 'rows')"
+    )
+    path = write_config({"run.dir": str(small_disk / "runs")})
+    process = _script(tmp_path, body, path)
+    screen, errors = process.communicate(timeout=60)
+    assert process.returncode == 5, errors
+    assert "the disk is full" in screen and "Traceback" not in screen + errors
