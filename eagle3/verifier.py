@@ -2,7 +2,8 @@
 
 Reads the checkpoint directly, so it works the same on a single file, on a sharded checkpoint and
 on a multimodal one whose text model carries a prefix (``language_model.model.`` in Kimi K2.5,
-``model.language_model.`` in what transformers itself saves).
+``model.language_model.`` in what transformers itself saves). Heavy libraries are imported where
+they are used: asking who a verifier is must be quick.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import safe_open
+from typing import TYPE_CHECKING, Any
 
 from .config import VerifierSection
 from .errors import ConfigError
 from .family import required_keys
 from .files import sampled_sha256, sha256_file, sha256_json
+
+if TYPE_CHECKING:
+    import torch
 
 _METADATA_FILES = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "tokenizer_config.json")
@@ -47,7 +48,8 @@ class Verifier:
             weights: False takes its metadata alone (config, tokenizer, weight index).
 
         Raises:
-            ConfigError: it does not exist, is no safetensors checkpoint, or lacks a key vLLM reads.
+            ConfigError: it does not exist, is no safetensors checkpoint, has a damaged config, or
+                lacks a key vLLM reads.
         """
         directory = Path(section.path)
         if not directory.is_dir():
@@ -55,7 +57,7 @@ class Verifier:
         if not (directory / "config.json").is_file():
             found = "no such file"
             raise _bad(directory / "config.json", "a Hugging Face model directory", found)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = _read_json(directory / "config.json")
         if weights and not any(directory.glob("*.safetensors")):
             raise _bad(directory, "safetensors weights", "none")
         for key, reader in required_keys(config).items():
@@ -90,7 +92,7 @@ class Verifier:
         """Size of the weights, from their index or the files; None if neither is here."""
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
-            return json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
+            return _read_json(index)["metadata"]["total_size"]
         return sum(path.stat().st_size for path in self.directory.glob("*.safetensors")) or None
 
     @cached_property
@@ -125,7 +127,7 @@ class Verifier:
         path = self.directory / "tokenizer_config.json"
         if self.trust_remote_code or not path.is_file():
             return
-        code = json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {}
+        code = _read_json(path).get("auto_map") or {}
         if isinstance(code, dict):  # an old form is the list itself
             code = code.get("AutoTokenizer")
         if code:
@@ -140,21 +142,26 @@ class Verifier:
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:
         """Token ids generation stops on (generation_config, then config, then tokenizer)."""
+        return self._declared_end_of_turn or (self.tokenizer.eos_token_id,)
+
+    @cached_property
+    def _declared_end_of_turn(self) -> tuple[int, ...]:
+        """What generation_config or config says, without loading the tokenizer; () if neither."""
         generation = self.directory / "generation_config.json"
-        found = None
-        if generation.is_file():
-            found = json.loads(generation.read_text(encoding="utf-8")).get("eos_token_id")
+        found = _read_json(generation).get("eos_token_id") if generation.is_file() else None
         if found is None:
             found = self.text_config.get("eos_token_id")
         if found is None:
-            found = self.tokenizer.eos_token_id
+            return ()
         return tuple(found) if isinstance(found, list) else (found,)
 
     @cached_property
     def identity(self) -> dict[str, str]:
         """What makes this verifier itself; any change makes every stage stale.
 
-        Weight files of hundreds of gigabytes are sampled, not read whole (``sampled_sha256``).
+        Read off its files alone, in a moment: weights of hundreds of gigabytes are sampled, not
+        read whole (``sampled_sha256``), and no tokenizer is loaded (where a part is declared
+        nowhere else, the tokenizer's own files decide it, and they count).
         """
         weights = {
             path.name: sampled_sha256(path) for path in sorted(self.directory.glob("*.safetensors"))
@@ -166,14 +173,26 @@ class Verifier:
             for name in (*_TOKENIZER_FILES, *code)
             if (self.directory / name).is_file()
         }
-        template = self.tokenizer.chat_template
         return {
             "config": sha256_json(self.config),
             "weights": sha256_json(weights),
             "tokenizer": sha256_json(tokenizer),
-            "chat_template": sha256_json(template),
-            "end_of_turn": sha256_json(list(self.end_of_turn_ids)),
+            "chat_template": sha256_json(self._declared_template),
+            "end_of_turn": sha256_json(list(self._declared_end_of_turn)),
         }
+
+    @property
+    def _declared_template(self) -> Any:
+        """The chat template where transformers looks for it: its own file (and those of further
+        named templates), or else the tokenizer's config."""
+        file = self.directory / "chat_template.jinja"
+        if not file.is_file():
+            config = self.directory / "tokenizer_config.json"
+            return _read_json(config).get("chat_template") if config.is_file() else None
+        template = file.read_text(encoding="utf-8")
+        others = sorted((self.directory / "additional_chat_templates").glob("*.jinja"))
+        named = {path.stem: path.read_text(encoding="utf-8") for path in others}
+        return {"default": template, **named} if named else template
 
     def embed_tokens(self) -> torch.Tensor:
         """Input embedding, ``[vocab_size, hidden_size]``, in the checkpoint's dtype."""
@@ -195,6 +214,8 @@ class Verifier:
     @cached_property
     def _weight_files(self) -> dict[str, Path]:
         """Tensor name -> file holding it, from the files' own headers."""
+        from safetensors import safe_open
+
         index: dict[str, Path] = {}
         for path in sorted(self.directory.glob("*.safetensors")):
             with safe_open(path, framework="pt") as file:
@@ -202,6 +223,8 @@ class Verifier:
         return index
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        from safetensors import safe_open
+
         nested = name.replace("model.", "model.language_model.", 1)
         for full_name in (name, f"language_model.{name}", nested):
             if full_name in self._weight_files:
@@ -212,6 +235,13 @@ class Verifier:
                     raise _bad(f"{path}: {full_name}", shape, tuple(tensor.shape))
                 return tensor
         raise _bad(f"{self.directory}: {name}", "this tensor in the checkpoint", "no such tensor")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _bad(path, "valid JSON", error) from error
 
 
 def _bad(where: Any, expected: Any, found: Any) -> ConfigError:

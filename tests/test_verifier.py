@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from eagle3.config import VerifierSection
 from eagle3.errors import EXIT_CONFIG, ConfigError
 from eagle3.verifier import Verifier
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def open_at(path: Path) -> Verifier:
@@ -170,7 +174,7 @@ def test_a_hub_name_that_cannot_be_reached_is_refused():
 def test_no_chat_template_is_refused(copied):
     (copied / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError) as caught:
-        open_at(copied).identity
+        _ = open_at(copied).tokenizer
     assert "chat template" in caught.value.what
 
 
@@ -180,3 +184,44 @@ def test_no_weights_or_no_config_is_refused(name, copied):
     with pytest.raises(ConfigError) as caught:
         open_at(copied)
     assert str(copied) in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b'{"hidden_size": 64,', b"\xff\xfe"])
+def test_a_damaged_config_is_named(name, content, copied):
+    (copied / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        _ = open_at(copied).identity
+    assert caught.value.exit_code == EXIT_CONFIG and caught.value.where == str(copied / name)
+
+
+def test_identity_knows_what_the_tokenizer_would_load(copied):
+    """The template's file wins over the tokenizer's config, and further named templates count."""
+    from transformers import AutoTokenizer
+
+    before = open_at(copied).identity
+    (copied / "additional_chat_templates").mkdir()
+    (copied / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    named = open_at(copied).identity
+    assert {name for name in before if before[name] != named[name]} == {"chat_template"}
+    assert set(AutoTokenizer.from_pretrained(copied).chat_template) == {"default", "tool_use"}
+
+    shutil.rmtree(copied / "additional_chat_templates")
+    template = (copied / "chat_template.jinja").read_text()
+    (copied / "chat_template.jinja").unlink()
+    _edit_json(copied / "tokenizer_config.json", chat_template=template)
+    assert AutoTokenizer.from_pretrained(copied).chat_template == template
+    assert open_at(copied).identity["chat_template"] == before["chat_template"]
+
+
+def test_asking_for_the_identity_loads_no_heavy_library(copied):
+    code = (
+        "import sys; from pathlib import Path; from eagle3.config import VerifierSection\n"
+        "from eagle3.verifier import Verifier\n"
+        f"section = VerifierSection(path={str(copied)!r}, revision=None, "
+        "trust_remote_code=False, dtype='float32')\n"
+        "Verifier.open(section).identity\n"
+        "print({'torch', 'transformers', 'numpy', 'safetensors'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "set()\n", done.stderr
