@@ -15,6 +15,20 @@ REQUIRED_KEYS = {
     },
 }
 
+# Model types whose ``set_eagle3_layers_to_capture`` was read in SGLang 0.5.23, and whether it adds
+# one to the layer ids of a drafter's ``eagle_config`` whatever they are, or only where the first
+# is 1. After that SGLang counts as vLLM does: the state entering layer k.
+_SGLANG_ADDS_ONE = {
+    "llama": "always",
+    "mistral": "always",
+    "qwen2": "always",
+    "qwen3": "always",
+    "qwen3_moe": "always",
+    "deepseek_v2": "where the first is 1",
+    "deepseek_v3": "where the first is 1",
+    "kimi_k2": "where the first is 1",
+}
+
 
 def is_multimodal(config: dict[str, Any]) -> bool:
     """Whether the decoder is one part of a larger model, whose text is all we use."""
@@ -24,6 +38,38 @@ def is_multimodal(config: dict[str, Any]) -> bool:
 def required_keys(config: dict[str, Any]) -> dict[str, str]:
     """Keys the config must have for vLLM to serve it with a drafter, and who reads them."""
     return REQUIRED_KEYS.get(config.get("model_type", ""), {})
+
+
+def sglang_captures(written_ids: list[int], text_config: dict[str, Any]) -> list[int] | None:
+    """The layers SGLang captures for a drafter whose ``eagle_config`` says ``written_ids``.
+
+    None where this verifier family's rule was not read.
+
+    >>> sglang_captures([1, 29, 57], {"model_type": "kimi_k2"})
+    [2, 30, 58]
+    """
+    rule = _SGLANG_ADDS_ONE.get(text_config.get("model_type", ""))
+    if rule is None:
+        return None
+    adds_one = rule == "always" or written_ids[0] == 1
+    return [i + adds_one for i in written_ids]
+
+
+def sglang_layer_ids(aux_layer_ids: list[int], text_config: dict[str, Any]) -> list[int] | None:
+    """The ids to write for SGLang to capture these layers; None where there are none.
+
+    As they are, where SGLang reads them so: vLLM then reads the same.
+
+    >>> sglang_layer_ids([2, 30, 58], {"model_type": "kimi_k2"})
+    [2, 30, 58]
+    >>> sglang_layer_ids([2, 15, 27], {"model_type": "llama"})
+    [1, 14, 26]
+    >>> sglang_layer_ids([1, 2, 4], {"model_type": "kimi_k2"})  # SGLang adds one to [1, 2, 4]
+    """
+    for written_ids in (list(aux_layer_ids), [i - 1 for i in aux_layer_ids]):
+        if sglang_captures(written_ids, text_config) == list(aux_layer_ids):
+            return written_ids
+    return None
 
 
 def kv_bytes_per_token(text_config: dict[str, Any], tensor_parallel_size: int) -> int:
