@@ -10,10 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0, le=1)]
+
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number, not true or false")
+    return value
+
+
+# Python takes true for 1; a config that says true where a number belongs means something else.
+Integer = Annotated[int, BeforeValidator(_not_a_bool)]
+Number = Annotated[float, BeforeValidator(_not_a_bool)]
+Positive = Annotated[Integer, Field(gt=0)]
+Share = Annotated[Number, Field(ge=0, le=1)]
 _OPERATIONAL = {"operational": True}
 
 
@@ -96,8 +106,8 @@ class ModeSection(Section):
     """Another way the verifier is served: template arguments and the sampling that goes with it."""
 
     chat_template_kwargs: dict[str, Any]
-    temperature: float = Field(ge=0)
-    top_p: float = Field(gt=0, le=1)
+    temperature: Number = Field(ge=0)
+    top_p: Number = Field(gt=0, le=1)
 
 
 class RegenerateSection(Section):
@@ -107,12 +117,12 @@ class RegenerateSection(Section):
     answered in each of ``other_modes`` besides (thinking and instant, say).
     """
 
-    temperature: float = Field(ge=0)
-    top_p: float = Field(gt=0, le=1)
+    temperature: Number = Field(ge=0)
+    top_p: Number = Field(gt=0, le=1)
     other_modes: tuple[ModeSection, ...]
     max_new_tokens: Positive
     answers_per_prompt: Positive
-    seed: int
+    seed: Integer
 
 
 class DataSection(Section):
@@ -124,7 +134,7 @@ class DataSection(Section):
     max_length_tokens: Positive
     min_supervised_tokens: Positive
     num_validation_prompts: Positive
-    seed: int
+    seed: Integer
 
 
 class EvaluationSection(Section):
@@ -137,7 +147,7 @@ class EvaluationSection(Section):
 class CaptureSection(Section):
     """Which hidden states are kept, and how they lie on disk."""
 
-    aux_layer_ids: tuple[int, ...] = Field(min_length=1)
+    aux_layer_ids: tuple[Integer, ...] = Field(min_length=1)
     shard_bytes: Positive
     disk_budget_bytes: Positive = _operational()
 
@@ -176,8 +186,8 @@ class DrafterSection(Section):
     num_key_value_heads: Positive
     head_dim: Positive
     intermediate_size: Positive
-    rms_norm_eps: float = Field(gt=0)
-    rope_theta: float = Field(gt=0)
+    rms_norm_eps: Number = Field(gt=0)
+    rope_theta: Number = Field(gt=0)
     rope_scaling: dict[str, Any] | None
     max_position_embeddings: Positive
     norm_before_residual: bool
@@ -212,16 +222,16 @@ class DrafterSection(Section):
 class TrainSection(Section):
     """The training recipe."""
 
-    ttt_steps: Annotated[int, Field(ge=1, le=7)]
-    ttt_step_loss_decay: float = Field(gt=0, le=1)
+    ttt_steps: Annotated[Integer, Field(ge=1, le=7)]
+    ttt_step_loss_decay: Number = Field(gt=0, le=1)
     num_epochs: Positive
     batch_tokens: Positive
-    learning_rate: float = Field(gt=0)
+    learning_rate: Number = Field(gt=0)
     warmup_share: Share
-    weight_decay: float = Field(ge=0)
-    max_grad_norm: float = Field(gt=0)
+    weight_decay: Number = Field(ge=0)
+    max_grad_norm: Number = Field(gt=0)
     mixed_precision: Literal["bf16", "no"]
-    seed: int
+    seed: Integer
     log_every_steps: Positive = _operational()
     checkpoint_every_steps: Positive = _operational()
 
@@ -229,15 +239,15 @@ class TrainSection(Section):
 class GatesSection(Section):
     """What 06 demands before it says pass; exit 4 otherwise."""
 
-    min_acceptance_length: dict[str, float]
+    min_acceptance_length: dict[str, Number]
     max_predicted_served_gap: Share
-    max_unexplained_differences: Annotated[int, Field(ge=0)]
+    max_unexplained_differences: Annotated[Integer, Field(ge=0)]
 
 
 class VerifySection(Section):
     """The measured vLLM run."""
 
-    num_speculative_tokens: Annotated[int, Field(ge=1, le=7)]
+    num_speculative_tokens: Annotated[Integer, Field(ge=1, le=7)]
     concurrency: Positive
     gates: GatesSection
 

@@ -16,12 +16,25 @@ from .errors import ConfigError
 _UNION_BRANCHES = ("local", "hub", "package", "literal[False]", "RegenerateSection")
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, but a key given twice is an error: the last one would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.value in seen:
+                what = f"the key {key_node.value!r} stands here a second time"
+                raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
+            seen.add(str(key_node.value))
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
     """Read a YAML config and apply ``--set section.key=value`` overrides (values are YAML).
 
     Raises:
-        ConfigError: no such file, not YAML, an unknown key (the nearest valid one is named), a
-            missing key, or a value that does not fit.
+        ConfigError: no such file, not YAML, a key given twice, an unknown key (the nearest valid
+            one is named), a missing key, or a value that does not fit.
     """
     if not path.is_file():
         raise ConfigError(
@@ -32,13 +45,13 @@ def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:
             fix="name one of configs/*.yaml",
         )
     try:
-        tree = yaml.safe_load(path.read_bytes())
+        tree = yaml.load(path.read_bytes(), _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(
             "the config is not valid YAML",
             where=path,
             expected="YAML",
-            found=" ".join(str(error).split()),
+            found=_one_line(error),
             fix="correct the file",
         ) from error
     if not isinstance(tree, dict):
@@ -72,15 +85,19 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             fix="correct the --set",
         )
     try:
-        node[leaf] = yaml.safe_load(value)
+        node[leaf] = yaml.load(value, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(
             "the value of --set is not valid YAML",
             where=f"--set {override}",
             expected="a YAML value",
-            found=value,
+            found=_one_line(error),
             fix="correct the --set",
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _explain(error: ValidationError, path: Path) -> ConfigError:

@@ -172,6 +172,49 @@ def test_regenerate_may_be_off(tmp_path):
     assert _load(_with("data.regenerate", False), tmp_path).data.regenerate is False
 
 
+NUMBERS = [
+    path
+    for path in KEYS
+    if isinstance(value := _parent(TREE, path)[path[-1]], int | float)
+    and not isinstance(value, bool)
+]
+
+
+@pytest.mark.parametrize("path", NUMBERS, ids=lambda path: ".".join(map(str, path)))
+def test_true_is_no_number(path, tmp_path):
+    tree = copy.deepcopy(TREE)
+    _parent(tree, path)[path[-1]] = True
+    error = _error(tree, tmp_path)
+    assert error.where.endswith(": " + ".".join(map(str, path))) and error.found == "True"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("capture.aux_layer_ids", [True, 15]),
+        ("verify.gates.min_acceptance_length", {"heldout": True}),
+        ("data.sources", [{"kind": "package", "name": "gsm8k", "max_conversations": True}]),
+    ],
+)
+def test_true_is_no_number_inside_a_list_or_mapping(key, value, tmp_path):
+    assert f": {key}." in _error(_with(key, value), tmp_path).where
+
+
+@pytest.mark.parametrize(
+    "text", ["train: {seed: 1}\ntrain: {seed: 2}\n", "train:\n  seed: 1\n  lr: 1\n  seed: 2\n"]
+)
+def test_a_key_given_twice_is_refused(text, tmp_path):
+    """YAML readers keep the last one in silence."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert "a second time" in caught.value.found and "line" in caught.value.found
+    with pytest.raises(ConfigError) as caught:
+        load_config(DEMO, ("verify.gates.min_acceptance_length={heldout: 1.5, heldout: 1.6}",))
+    assert "'heldout' stands here a second time" in caught.value.found
+
+
 @pytest.mark.parametrize("text", ["[1", "just words", "", "\x00", "\xff\xfe"])
 def test_a_file_that_is_no_config_is_refused(text, tmp_path):
     path = tmp_path / "config.yaml"
