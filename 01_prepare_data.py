@@ -6,7 +6,7 @@ writes  01_data/rows.safetensors          input_ids int32 [num_tokens], loss_mas
         01_data/token_counts.safetensors  counts int64 [num_sources, vocab_size], training rows only
         01_data/prompts.json              prompts 06 measures on: {"heldout": [[id, ...], ...], ...}
         01_data/preview.md                a few rows, what is trained marked
-        01_data/answers/                  the verifier's answers so far, 128 a part
+        01_data/answers/                  the verifier's answers, a line each
 
     python 01_prepare_data.py configs/smollm2_cpu.yaml
 

@@ -1,13 +1,15 @@
 """Asking the verifier for answers, resumably, and making rows of them.
 
-Finished answers are published in parts, ``part-00000.jsonl`` and so on, each line
-``{"key", "token_ids", "finished_by_stop"}``. The key is a digest of the question, so a rerun asks
-only for what has no answer yet, whatever order the questions come in.
+Each answer is on disk the moment it is finished: a line ``{"key", "token_ids",
+"finished_by_stop", "check"}`` of ``part-00000.jsonl``, the next run's in ``part-00001.jsonl``. The
+key is a digest of the question, so a rerun asks only for what has no answer yet, whatever order
+the questions come in. A line a kill cut in two, or whose check does not fit, is no answer.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -19,13 +21,12 @@ import numpy as np
 
 from .config import Config, RegenerateSection
 from .engine import Engine, Sampling
-from .errors import StaleInputError
-from .files import sha256_json, write_text
+from .files import appending, sha256_json
 from .script import Progress, log, stop_flag
 from .selection import Candidate
 from .verifier import Verifier
 
-PUBLISH_EVERY_S = 20  # what a kill can cost
+_SYNC_EVERY_S = 20  # what a power cut can cost; a kill costs nothing that was finished
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,15 @@ def answered_row(
 
 
 class AnswerBook:
-    """The answers under a directory."""
+    """The answers under a directory.
+
+    Attributes:
+        num_unreadable: lines that are no answer.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.num_unreadable = 0
         self._answers: dict[str, Answer] = {}
         self._next_part = 0
         for path in sorted(directory.glob("part-*.jsonl")):
@@ -111,59 +117,58 @@ class AnswerBook:
         return [question for question in questions if question.key not in self._answers]
 
     def ask(self, engine: Engine, questions: Sequence[Question], progress: Progress) -> None:
-        """Answer every question, publishing as answers finish.
-
-        Whatever ends it, the answers finished by then are published.
+        """Answer every question, each kept as it is finished.
 
         Raises:
             Interrupted: a stop signal arrived.
+            NoRoomError: the disk is full.
         """
-        lines: list[str] = []
-        num_tokens, start_s = 0, time.monotonic()
-        published_s = start_s
+        prompts = [question.prompt_ids for question in questions]
+        sampling = [question.sampling for question in questions]
+        start_s = synced_s = time.monotonic()
+        num_tokens = 0
+        path = self.directory / f"part-{self._next_part:05d}.jsonl"
+        self._next_part += 1
         try:
-            prompts = [question.prompt_ids for question in questions]
-            sampling = [question.sampling for question in questions]
-            with closing(engine.generate(prompts, sampling)) as completions:
-                for completion in completions:
-                    record = {
-                        "key": questions[completion.index].key,
-                        "token_ids": list(completion.token_ids),
-                        "finished_by_stop": completion.finished_by_stop,
-                    }
-                    lines.append(json.dumps(record))
-                    num_tokens += len(completion.token_ids)
+            with appending(path) as part, closing(engine.generate(prompts, sampling)) as finished:
+                for completion in finished:
+                    key = questions[completion.index].key
+                    ids = np.array(completion.token_ids, dtype=np.int32)
+                    self._answers[key] = answer = Answer(ids, completion.finished_by_stop)
+                    part.write(_line(key, answer))
+                    part.flush()
+                    if time.monotonic() - synced_s >= _SYNC_EVERY_S:
+                        os.fsync(part.fileno())
+                        synced_s = time.monotonic()
+                    num_tokens += len(ids)
                     rate = num_tokens / (time.monotonic() - start_s)
                     progress.advance(1, tokens_per_s=round(rate))
-                    if time.monotonic() - published_s >= PUBLISH_EVERY_S:
-                        self._publish(lines)
-                        lines, published_s = [], time.monotonic()
                     stop_flag.raise_if_set()
         finally:
-            if lines:
-                self._publish(lines)
             progress.close()
 
-    def _publish(self, lines: list[str]) -> None:
-        path = self.directory / f"part-{self._next_part:05d}.jsonl"
-        write_text(path, "\n".join(lines) + "\n")
-        self._read(path)
-        self._next_part += 1
-
     def _read(self, path: Path) -> None:
-        try:
-            for line in path.read_text(encoding="utf-8").splitlines():
-                record = json.loads(line)
-                ids = np.array(record["token_ids"], dtype=np.int32)
-                self._answers[record["key"]] = Answer(ids, record["finished_by_stop"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise StaleInputError(
-                "a part of the answers is damaged",
-                where=path,
-                expected="one answer a line",
-                found=f"{type(error).__name__}: {error}",
-                fix=f"remove {path}: only its answers are asked for again",
-            ) from error
+        with open(path, encoding="utf-8", errors="replace", newline="\n") as lines:
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                    ids = np.array(record["token_ids"], dtype=np.int32)
+                    key, answer = record["key"], Answer(ids, record["finished_by_stop"])
+                    if _line(key, answer) != line:
+                        raise ValueError
+                except (ValueError, KeyError, TypeError, OverflowError):
+                    self.num_unreadable += 1
+                else:
+                    self._answers[key] = answer
+
+
+def _line(key: str, answer: Answer) -> str:
+    record = {
+        "key": key,
+        "token_ids": answer.token_ids.tolist(),
+        "finished_by_stop": answer.finished_by_stop,
+    }
+    return json.dumps({**record, "check": sha256_json(record)[:16]}) + "\n"
 
 
 def answer_all(
@@ -172,13 +177,14 @@ def answer_all(
     """Ask for the answers the book lacks; an engine is started only if there are any.
 
     Raises:
-        Interrupted: a stop signal arrived; the answers finished by then are published.
+        Interrupted: a stop signal arrived; the answers finished by then are kept.
     """
     missing = book.missing(wanted)
     if not missing:
         return
     num_found = len(wanted) - len(missing)
-    log("answers", to_come=len(missing), already_there=num_found)
+    unreadable = {"unreadable": book.num_unreadable} if book.num_unreadable else {}
+    log("answers", to_come=len(missing), already_there=num_found, **unreadable)
     # Another seed after a stop, or the same random numbers would be drawn again.
     engine = Engine(config, verifier, seed=config.data.regenerate.seed + len(book))
     try:

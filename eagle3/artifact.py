@@ -38,7 +38,7 @@ STAGES = {
     spec.name: spec
     for spec in (
         StageSpec("01_data", "01_prepare_data.py", 1, ("verifier", "data", "evaluation"), ()),
-        StageSpec("02_hidden", "02_gen_hidden_states.py", 1, ("capture",), ("01_data",)),
+        StageSpec("02_hidden", "02_gen_hidden_states.py", 2, ("capture",), ("01_data",)),
         StageSpec("03_vocab", "03_build_vocab_map.py", 1, ("vocab",), ("01_data",)),
         StageSpec(
             "04_train",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 
 from .contract import Wiring
 from .engine import Engine, Sampling
-from .errors import GateError
-from .files import write_json
+from .errors import GateError, StaleInputError
+from .files import sha256_json, write_json
 from .shards import Shard
 from .verifier import Verifier
 
@@ -101,7 +101,7 @@ def finish_shard(engine: Engine, head: VerifierHead, pending: PendingShard) -> d
                 raise _unproven(shard, index, "argmax(lm_head(norm(last state)))", found)
             near_ties += 1
     record = {**record, "rows": shard.num_rows, "tokens": shard.num_tokens, "near_ties": near_ties}
-    write_json(record_path(pending.path), record)
+    write_json(record_path(pending.path), {**record, "self_digest": sha256_json(record)})
     return record
 
 
@@ -136,20 +136,26 @@ def plan_shards(
     return plan
 
 
-def read_record(path: Path) -> dict[str, Any] | None:
-    """A shard's record if shard and record are both there and of one size."""
-    if not path.is_file() or not record_path(path).is_file():
+def read_record(path: Path, row_ids: Sequence[int]) -> dict[str, Any] | None:
+    """A shard's record if both are there, the record whole, the shard of its size and rows.
+
+    This is what a run that goes on takes for done; ``Shard.row`` compares what is inside.
+    """
+    try:
+        record = json.loads(record_path(path).read_text(encoding="utf-8"))
+        whole = record.pop("self_digest") == sha256_json(record)
+        if not whole or record["bytes"] != path.stat().st_size:
+            return None
+        return record if Shard.open(path).row_ids.tolist() == list(row_ids) else None
+    except (OSError, ValueError, KeyError, AttributeError, StaleInputError):
         return None
-    record = json.loads(record_path(path).read_text(encoding="utf-8"))
-    return record if record["bytes"] == path.stat().st_size else None
 
 
-def read_records(plan: Iterable[Path]) -> dict[Path, dict[str, Any] | None]:
-    """The record of every shard, None for one that is not there or not proven."""
-    paths = list(plan)
-    for directory in {path.parent for path in paths}:
+def read_records(plan: Mapping[Path, Sequence[int]]) -> dict[Path, dict[str, Any] | None]:
+    """The record of every planned shard, None for one that is not there or not proven."""
+    for directory in {path.parent for path in plan}:
         os.listdir(directory)  # an NFS client then asks for other nodes' new files
-    return {path: read_record(path) for path in paths}
+    return {path: read_record(path, row_ids) for path, row_ids in plan.items()}
 
 
 def record_path(shard_path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 The engine runs inside this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``): no child to outlive
 us, and on two cores 1.3 times the tokens a second. With tensor parallelism vLLM starts worker
-processes that hold a pipe to this one and die with it.
+processes; ``worker.py`` has the kernel end them with this one.
 
 It is given token ids and returns token ids (``skip_tokenizer_init``): it sees exactly the tokens
 01 made, and no second tokenizer can disagree.
@@ -24,7 +24,7 @@ from typing import Any
 from . import vllm_cpu
 from .acceptance import Acceptance
 from .config import Config
-from .errors import ConfigError, NoRoomError
+from .errors import ConfigError, NoRoomError, PipelineError
 from .family import is_multimodal
 from .script import log
 from .verifier import Verifier
@@ -164,8 +164,15 @@ class Engine:
         )
 
     def rpc(self, method: str, *args: Any) -> Any:
-        """Call a method of ``worker.CaptureWorker`` on every worker; the answer of TP rank 0."""
-        return self._llm.collective_rpc(method, args=args)[0]
+        """Call a method of ``worker.CaptureWorker`` on every worker; the answer of TP rank 0.
+
+        Raises:
+            PipelineError: that worker answered with it.
+        """
+        answer = self._llm.collective_rpc(method, args=args)[0]
+        if isinstance(answer, PipelineError):
+            raise answer
+        return answer
 
     def acceptance(self, num_speculative_tokens: int) -> Acceptance:
         """Spec-decode counters since the engine started; take differences with ``-``."""

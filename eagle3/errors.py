@@ -27,7 +27,8 @@ class PipelineError(Exception):
         found: what was there instead.
         fix: what to do, as an imperative ("set drafter.head_dim"); "then run the same command
             again" is added when it is printed.
-        command: the exact next command when it is another one than the command that failed.
+        script: the one to run next on this config, when it is another one than that which failed.
+        command: the exact next command, when that is not enough.
     """
 
     exit_code: ClassVar[int] = EXIT_BUG
@@ -41,15 +42,17 @@ class PipelineError(Exception):
         expected: Any,
         found: Any,
         fix: str = "",
+        script: str = "",
         command: str = "",
     ) -> None:
         super().__init__(what)
         self.what, self.where = what, str(where)
         self.expected, self.found = str(expected), str(found)
-        self.fix, self.command = fix, command
+        self.fix, self.script, self.command = fix, script, command
 
     def __reduce__(self):
-        kwargs = {k: getattr(self, k) for k in ("where", "expected", "found", "fix", "command")}
+        parts = ("where", "expected", "found", "fix", "script", "command")
+        kwargs = {part: getattr(self, part) for part in parts}
         return _rebuild, (type(self), self.what, kwargs)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .errors import NoRoomError
 
@@ -48,6 +48,28 @@ def publishing(path: Path) -> Iterator[Path]:
         raise
     except BaseException:
         partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[TextIO]:
+    """Open a file of lines to add to, fsynced at the end; whoever reads it allows for a last line
+    cut in two.
+
+    Raises:
+        NoRoomError: the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            try:
+                yield file
+            finally:
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full(path) from error
         raise
 
 

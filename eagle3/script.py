@@ -245,7 +245,7 @@ def run_script(
 
 def _explain(error: PipelineError, invocation: Invocation) -> None:
     """Print the four parts."""
-    next_command = error.command or invocation.command()
+    next_command = error.command or invocation.command(error.script or None)
     step = f"{error.fix}, then: {next_command}" if error.fix else next_command
     for line in (
         f"error     {error.what}",

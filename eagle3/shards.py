@@ -5,8 +5,13 @@ A shard is one safetensors file, readable row by row without the rest:
     input_ids           int32 [num_tokens]                   tokens the engine itself ran
     row_ids             int64 [num_rows]                     indices into 01's rows
     row_offsets         int64 [num_rows + 1]
+    row_checksums       int64 [num_rows]                     XXH3 of all a row has in this file
     aux_hidden_states   dtype [num_tokens, num_aux, hidden]  entering each aux layer, ascending
     last_hidden_states  dtype [num_tokens, hidden]           last layer's output, before the norm
+
+States are far too many to be read whole before training starts, so each row carries a checksum
+and every reading of it is compared: XXH3 runs at memory speed, where SHA-256 of the file would
+take as long as the states take to train on. The manifest has the SHA-256 besides.
 
 The worker imports this module inside vLLM's processes: keep its imports few.
 """
@@ -19,10 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 
-from .errors import StaleInputError
+from .errors import GateError, StaleInputError
 from .files import write_tensors
+
+_CAPTURE = "02_gen_hidden_states.py"
 
 
 @dataclass
@@ -82,7 +90,8 @@ class ShardBuffer:
         """Write the shard, read it back, rename it into place.
 
         Raises:
-            ValueError: a position was never computed, or a state is not finite.
+            ValueError: a position was never computed.
+            GateError: a state is not finite.
             NoRoomError: the disk is full.
         """
         missing = int((~self.filled).sum())
@@ -93,11 +102,18 @@ class ShardBuffer:
             if not finite.all():
                 place = int((~finite).nonzero()[0])
                 row = int(torch.searchsorted(self.row_offsets, place, right=True)) - 1
-                raise ValueError(f"{name} of row {int(self.row_ids[row])} is not finite")
+                raise GateError(
+                    "the verifier computed a state that is not finite",
+                    where=f"{path}: {name} of row {int(self.row_ids[row])}",
+                    expected="finite states",
+                    found=f"{int((~finite).sum())} positions of the shard with NaN or infinity",
+                    fix="check the verifier's weights and verifier.dtype (float16 overflows)",
+                )
         tensors = {
             "input_ids": self.input_ids,
             "row_ids": self.row_ids,
             "row_offsets": self.row_offsets,
+            "row_checksums": torch.tensor([self._checksum(i) for i in range(len(self.row_ids))]),
             "aux_hidden_states": self.aux_hidden_states,
             "last_hidden_states": self.last_hidden_states,
         }
@@ -105,12 +121,30 @@ class ShardBuffer:
         def validate(partial: Path) -> None:
             shard = Shard.open(partial)
             assert torch.equal(shard.row_ids, self.row_ids)
-            last = shard.row(shard.num_rows - 1)
-            begin = int(self.row_offsets[-2])
-            assert torch.equal(last.aux_hidden_states, self.aux_hidden_states[begin:])
-            assert torch.equal(last.last_hidden_states, self.last_hidden_states[begin:])
+            for index in range(shard.num_rows):
+                shard.row(index)
 
         write_tensors(path, tensors, validate=validate)
+
+    def _checksum(self, index: int) -> int:
+        here = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
+        return row_checksum(
+            int(self.row_ids[index]),
+            self.input_ids[here],
+            self.aux_hidden_states[here],
+            self.last_hidden_states[here],
+        )
+
+
+def row_checksum(row_id: int, *tensors: torch.Tensor) -> int:
+    """Signed 64-bit XXH3 of a row's stored tensors end to end, its id the seed.
+
+    A bit that flipped shows, and so do offsets that moved, or another row in this one's place.
+    """
+    digest = xxhash.xxh3_64(seed=row_id)
+    for tensor in tensors:
+        digest.update(tensor.view(torch.uint8).numpy())
+    return int.from_bytes(digest.digest(), "big", signed=True)
 
 
 @dataclass(frozen=True)
@@ -130,12 +164,17 @@ class Shard:
     path: Path
     row_ids: torch.Tensor
     row_offsets: torch.Tensor
+    row_checksums: torch.Tensor
     input_ids: torch.Tensor
+    script: str
     _file: Any
 
     @classmethod
-    def open(cls, path: Path) -> Shard:
+    def open(cls, path: Path, script: str = "") -> Shard:
         """Open and check a shard: readable to its end, offsets and shapes in agreement.
+
+        Args:
+            script: the one that makes it again, for errors to name; the running one by default.
 
         Raises:
             StaleInputError: missing, truncated, or no shard.
@@ -150,16 +189,22 @@ class Shard:
             }
             if any(size != num_tokens for size in shapes.values()):
                 raise ValueError(f"row_offsets end at {num_tokens}, tensors hold {shapes}")
-            if len(row_ids) != len(offsets) - 1 or bool((offsets.diff() <= 0).any()):
-                raise ValueError("row_offsets do not fit row_ids")
-            return cls(path, row_ids, offsets, file.get_tensor("input_ids"), file)
+            checksums = file.get_tensor("row_checksums")
+            if not len(row_ids) == len(checksums) == len(offsets) - 1:
+                raise ValueError("row_ids, row_checksums and row_offsets are of different lengths")
+            if int(offsets[0]) != 0 or bool((offsets.diff() <= 0).any()):
+                raise ValueError("row_offsets do not ascend from 0")
+            return cls(
+                path, row_ids, offsets, checksums, file.get_tensor("input_ids"), script, file
+            )
         except (SafetensorError, OSError, ValueError) as error:
             raise StaleInputError(
                 "a hidden-state shard cannot be read",
                 where=path,
                 expected="a complete shard as 02 published it",
                 found=f"{type(error).__name__}: {error}",
-                fix="redo the stage that wrote it (02_gen_hidden_states.py --redo)",
+                fix=f"remove {path}: it alone is made again",
+                script=script,
             ) from error
 
     @property
@@ -171,14 +216,26 @@ class Shard:
         return len(self.input_ids)
 
     def row(self, index: int) -> CapturedRow:
-        """Read one row."""
+        """Read one row.
+
+        Raises:
+            StaleInputError: it is not what was captured.
+        """
         begin, end = int(self.row_offsets[index]), int(self.row_offsets[index + 1])
-        return CapturedRow(
-            row_id=int(self.row_ids[index]),
-            input_ids=self.input_ids[begin:end].long(),
-            aux_hidden_states=self._file.get_slice("aux_hidden_states")[begin:end],
-            last_hidden_states=self._file.get_slice("last_hidden_states")[begin:end],
-        )
+        row_id, input_ids = int(self.row_ids[index]), self.input_ids[begin:end]
+        aux_states = self._file.get_slice("aux_hidden_states")[begin:end]
+        last_states = self._file.get_slice("last_hidden_states")[begin:end]
+        found = row_checksum(row_id, input_ids, aux_states, last_states)
+        if found != int(self.row_checksums[index]):
+            raise StaleInputError(
+                "a captured row changed on disk",
+                where=f"{self.path}, row {row_id}",
+                expected=f"checksum {int(self.row_checksums[index]):x}",
+                found=f"checksum {found:x}",
+                fix=f"remove {self.path}: it alone is made again",
+                script=self.script,
+            )
+        return CapturedRow(row_id, input_ids.long(), aux_states, last_states)
 
     def final_states(self) -> torch.Tensor:
         """Last state of every row's last token, ``[num_rows, H]``."""
@@ -187,12 +244,28 @@ class Shard:
 
 
 def open_all(artifact: Any) -> list[Shard]:
-    """Every shard of 02's artifact, in order.
+    """Every shard of 02's artifact, in order, each with the rows its place says.
 
     Raises:
-        StaleInputError: one cannot be read.
+        StaleInputError: one cannot be read, or holds other rows.
     """
-    return [Shard.open(artifact.path(name)) for name in shard_names(artifact.manifest["files"])]
+    shards, begin = [], 0
+    for name in shard_names(artifact.manifest["files"]):
+        shard = Shard.open(artifact.path(name), _CAPTURE)
+        end = begin + shard.num_rows
+        if shard.row_ids.tolist() != list(range(begin, end)):
+            raise StaleInputError(
+                "a shard holds other rows than its place says",
+                where=shard.path,
+                expected=f"rows {begin} to {end - 1}",
+                found=f"rows {int(shard.row_ids.min())} to {int(shard.row_ids.max())}: "
+                "shards were swapped, or their row ids changed",
+                fix=f"remove {shard.path}: it alone is made again",
+                script=_CAPTURE,
+            )
+        shards.append(shard)
+        begin = end
+    return shards
 
 
 def shard_names(names: Any) -> Iterator[str]:

@@ -14,14 +14,40 @@ over; both simply write by position.
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .errors import PipelineError
 from .files import sha256_file
 from .shards import ShardBuffer
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def _die_with_parent() -> None:
+    """Have the kernel kill this process the moment its parent ends, however that ends.
+
+    vLLM's own workers watch a pipe to their parent, but only once the model is loaded (minutes
+    for a large one), and only between two steps (``v1/executor/multiproc_executor.py``,
+    ``monitor_death_pipe``): until then they would hold their GPUs.
+    """
+    parent = multiprocessing.parent_process()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is None or os.getppid() != parent.pid:  # it ended before the kernel was asked
+        os._exit(1)
+
+
+# vLLM imports this module in each of its worker processes before it loads the model there. With
+# one worker there is no such process: the engine runs inside the script.
+if multiprocessing.parent_process() is not None:
+    _die_with_parent()
 
 
 class CaptureWorker:
@@ -48,8 +74,9 @@ class CaptureWorker:
         if self.rank == 0:
             self._capture.publish(Path(path))
 
-    def capture_wait(self) -> dict[str, Any] | None:
-        """Wait for the oldest shard being written: its size in bytes and SHA-256."""
+    def capture_wait(self) -> dict[str, Any] | PipelineError | None:
+        """Wait for the oldest shard being written: its size in bytes and SHA-256, or the error
+        that stopped it (vLLM passes raised ones on as text)."""
         return self._capture.wait() if self.rank == 0 else None
 
 
@@ -79,8 +106,11 @@ class _Capture:
         self.writing.append(self.writer.submit(_write, self.buffer, path))
         self.buffer = None
 
-    def wait(self) -> dict[str, Any]:
-        return self.writing.pop(0).result()
+    def wait(self) -> dict[str, Any] | PipelineError:
+        try:
+            return self.writing.pop(0).result()
+        except PipelineError as error:
+            return error
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """The runner's own ``execute_model``, then a copy of what it computed."""

@@ -10,7 +10,7 @@ import torch
 from eagle3.acceptance import Acceptance, walk
 from eagle3.batches import RowReader, collate
 from eagle3.config import TrainSection
-from eagle3.errors import Interrupted, StaleInputError
+from eagle3.errors import GateError, Interrupted, StaleInputError
 from eagle3.loop import Trainer, trained_state
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
@@ -182,6 +182,6 @@ def test_unfilled_or_infinite_states_are_not_published(tmp_path):
     with pytest.raises(ValueError, match="1 of 3 positions"):
         buffer.publish(path)
     buffer.put(torch.tensor([1, 2]), ids, [state, state * float("inf")])
-    with pytest.raises(ValueError, match="last_hidden_states of row 5"):
+    with pytest.raises(GateError, match="last_hidden_states of row 5"):
         buffer.publish(path)
     assert not list(tmp_path.iterdir())

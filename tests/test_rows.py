@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from eagle3.answers import Answer, AnswerBook, Question, answered_row, questions
 from eagle3.config import RegenerateSection
-from eagle3.engine import Sampling
-from eagle3.errors import StaleInputError
+from eagle3.engine import Completion, Sampling
 from eagle3.rows import TokenRows
+from eagle3.script import Progress
 from eagle3.selection import Candidate
 from eagle3.summary import marked, preview, tally
 
@@ -102,18 +102,59 @@ def test_an_answered_row_is_the_prompt_and_what_was_emitted(prompt, emitted, lon
     assert ids[mask].tolist() == emitted[: longest - len(prompt)]
 
 
-def test_only_questions_without_an_answer_are_missing(tmp_path):
-    asked = [Question((i,), Sampling(0.7, 8)) for i in range(3)]
-    line = {"key": asked[1].key, "token_ids": [4, 2], "finished_by_stop": True}
-    (tmp_path / "part-00004.jsonl").write_text(json.dumps(line) + "\n")
+ASKED = [Question((i,), Sampling(0.7, 8)) for i in range(3)]
+ANSWERS = [(4, 2), (1,), (30, 31, 32)]
+
+
+class Answering:
+    """An engine that knows the answers, and may fail after some."""
+
+    def __init__(self, fails_after: int = len(ASKED)) -> None:
+        self.fails_after = fails_after
+
+    def generate(self, prompts, sampling):
+        for index, (prompt,) in enumerate(prompts):
+            if index == self.fails_after:
+                raise RuntimeError("the engine died")
+            yield Completion(index, ANSWERS[prompt], finished_by_stop=prompt != 1)
+
+
+def ask(directory: Path, engine: Answering) -> AnswerBook:
+    book = AnswerBook(directory)
+    missing = book.missing(ASKED)
+    book.ask(engine, missing, Progress(len(missing), "answers"))
+    return book
+
+
+def test_what_was_answered_before_the_engine_died_is_not_asked_again(tmp_path):
+    with pytest.raises(RuntimeError):
+        ask(tmp_path, Answering(fails_after=2))
+    assert AnswerBook(tmp_path).missing(ASKED) == ASKED[2:]
+    ask(tmp_path, Answering())
     book = AnswerBook(tmp_path)
-    assert book.missing(asked) == [asked[0], asked[2]]
-    assert book[asked[1]].token_ids.tolist() == [4, 2] and book[asked[1]].finished_by_stop
+    assert [tuple(book[q].token_ids) for q in ASKED] == ANSWERS
+    assert [book[q].finished_by_stop for q in ASKED] == [True, False, True]
+    assert book.num_unreadable == 0
 
 
-def test_a_damaged_part_is_named(tmp_path):
-    path = tmp_path / "part-00000.jsonl"
-    path.write_text('{"key": "half a li')
-    with pytest.raises(StaleInputError) as error:
-        AnswerBook(tmp_path)
-    assert error.value.where == str(path)
+@given(data=st.data())
+def test_damage_costs_the_answers_it_hits_and_never_changes_one(tmp_path_factory, data):
+    """A part cut anywhere, as by a kill, or with any byte changed."""
+    directory = tmp_path_factory.mktemp("answers")
+    ask(directory, Answering())
+    (path,) = directory.iterdir()
+    whole = path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    cut = data.draw(st.booleans())
+    other = bytes([whole[place] ^ data.draw(st.integers(1, 255))])
+    path.write_bytes(whole[:place] if cut else whole[:place] + other + whole[place + 1 :])
+    book = AnswerBook(directory)
+    begins = [0, *(i + 1 for i, byte in enumerate(whole) if byte == ord("\n"))]
+    hit = sum(begin <= place for begin in begins[:-1]) - 1  # the line of that byte
+    lost = set(range(hit, 3)) if cut else {hit}
+    if not cut and place + 1 in begins:  # two lines became one
+        lost |= {hit + 1} & {0, 1, 2}
+    assert book.missing(ASKED) == [ASKED[i] for i in sorted(lost)]
+    ask(directory, Answering())
+    book = AnswerBook(directory)
+    assert [tuple(book[q].token_ids) for q in ASKED] == ANSWERS

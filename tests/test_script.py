@@ -70,9 +70,17 @@ def test_exit_codes(body, code, tmp_path):
         assert repr(command) in screen or f'"{command}"' in screen
 
 
+def test_an_error_may_name_the_script_that_mends_it(tmp_path):
+    body = f"raise StaleInputError('WHAT', script='02_gen_hidden_states.py', {PARTS})"
+    process = _script(tmp_path, body, tmp_path / "config.yaml", "--set", "train.seed=1")
+    screen, _ = process.communicate(timeout=60)
+    command = f"python 02_gen_hidden_states.py {tmp_path}/config.yaml --set train.seed=1"
+    assert screen.splitlines()[-1].endswith(f"do it, then: {command}")
+
+
 @pytest.mark.parametrize("kind", [ConfigError, StaleInputError, GateError, NoRoomError])
 def test_errors_cross_process_borders_whole(kind):
-    error = kind("what", where="a", expected="b", found="c", fix="d", command="e")
+    error = kind("what", where="a", expected="b", found="c", fix="d", script="e", command="f")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind and vars(copy) == vars(error)
 
