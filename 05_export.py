@@ -73,7 +73,7 @@ def main(invocation: Invocation) -> None:
             found["lm_head.weight"],
             verifier.lm_head()[vocab_map.target_ids],
         )
-        check_loaders(directory, drafter, wiring, found)
+        check_loaders(directory, drafter, wiring, found, verifier)
 
         show_table(table)
         log("wiring", aux_layer_ids=list(wiring.aux_layer_ids), vocab_map=wiring.vocab_map[:12])

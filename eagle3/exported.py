@@ -19,6 +19,8 @@ from .contract import Wiring
 from .drafter import BORROWED, rope_parameters, tensor_table
 from .errors import GateError
 from .export import CONFIG, OWN_KEYS, WEIGHTS, served_config
+from .remote_code import register_config_class
+from .verifier import Verifier
 from .vocab import VocabMap
 
 _ABSENT = "absent"
@@ -158,9 +160,17 @@ def check_head(path: Path, head: torch.Tensor, verifier_rows: torch.Tensor) -> N
 
 
 def check_loaders(
-    directory: Path, drafter: DrafterSection, wiring: Wiring, tensors: dict[str, torch.Tensor]
+    directory: Path,
+    drafter: DrafterSection,
+    wiring: Wiring,
+    tensors: dict[str, torch.Tensor],
+    verifier: Verifier,
 ) -> None:
     """Open the directory with speculators' loader and with vLLM's config code.
+
+    Args:
+        tensors: as ``check_directory`` returns them.
+        verifier: speculators' loader opens it too.
 
     Raises:
         GateError: speculators reads another tensor, or vLLM another value, than was exported.
@@ -168,6 +178,7 @@ def check_loaders(
     from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
 
+    register_config_class(verifier.directory, verifier.config)
     config = Eagle3SpeculatorConfig.from_pretrained(directory)
     config.transformer_layer_config._attn_implementation = "eager"  # the default needs a GPU
     loaded = Eagle3DraftModel.from_pretrained(directory, config=config).state_dict()

@@ -18,6 +18,7 @@ from .config import VerifierSection
 from .errors import ConfigError
 from .family import required_keys
 from .files import sampled_sha256, sha256_file, sha256_json
+from .remote_code import refuse_code
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +49,8 @@ class Verifier:
             weights: False takes its metadata alone (config, tokenizer, weight index).
 
         Raises:
-            ConfigError: it does not exist, is no safetensors checkpoint, has a damaged config, or
-                lacks a key vLLM reads.
+            ConfigError: it does not exist, is no safetensors checkpoint, has a damaged config, lacks
+                a key vLLM reads, or needs code that the config does not trust.
         """
         directory = Path(section.path)
         if not directory.is_dir():
@@ -64,6 +65,9 @@ class Verifier:
             if key not in config:
                 expected = f"{key}, which vLLM reads ({reader})"
                 raise _bad(directory / "config.json", expected, "no such key")
+        if not section.trust_remote_code:
+            path = directory / "tokenizer_config.json"
+            refuse_code(directory, config, _read_json(path) if path.is_file() else {})
         return cls(directory, config, section.trust_remote_code)
 
     @property
@@ -100,11 +104,10 @@ class Verifier:
         """The verifier's tokenizer.
 
         Raises:
-            ConfigError: it has no chat template, or is code that the config does not trust.
+            ConfigError: it has no chat template.
         """
         from transformers import AutoTokenizer
 
-        self._require_trust()
         tokenizer = AutoTokenizer.from_pretrained(
             self.directory, trust_remote_code=self.trust_remote_code
         )
@@ -117,27 +120,6 @@ class Verifier:
                 fix="take the chat-tuned checkpoint, or add chat_template.jinja beside it",
             )
         return tokenizer
-
-    def _require_trust(self) -> None:
-        """A tokenizer that is code runs only where the config says so.
-
-        Asked before transformers is: 5.19 can make a tokenizer of its own out of a
-        ``tiktoken.model``, which need not be the verifier's.
-        """
-        path = self.directory / "tokenizer_config.json"
-        if self.trust_remote_code or not path.is_file():
-            return
-        code = _read_json(path).get("auto_map") or {}
-        if isinstance(code, dict):  # an old form is the list itself
-            code = code.get("AutoTokenizer")
-        if code:
-            raise ConfigError(
-                "the verifier's tokenizer is code shipped with it, which may not run",
-                where="verifier.trust_remote_code",
-                expected=f"true, to run {code} from {self.directory}",
-                found=False,
-                fix="read that code, and set verifier.trust_remote_code: true if you trust it",
-            )
 
     @cached_property
     def end_of_turn_ids(self) -> tuple[int, ...]:

@@ -55,7 +55,7 @@ def test_round_trip_and_both_loaders(tiny_verifier_dir, tmp_path, changes):
     assert set(found) == set(drafter.table)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(found[name], tensor.to(found[name].dtype)), name
-    check_loaders(directory, drafter.section, drafter.wiring, found)
+    check_loaders(directory, drafter.section, drafter.wiring, found, drafter.verifier)
 
 
 def test_every_served_key_stands_in_the_file(exported, drafter):
@@ -179,11 +179,11 @@ def test_loaders_notice_another_value(drafter, exported, tmp_path):
     tensors = check(drafter, directory)
     in_weights(lambda t: t["fc.weight"][0].add_(1))(directory)
     with pytest.raises(GateError, match="fc.weight"):
-        check_loaders(directory, drafter.section, drafter.wiring, tensors)
+        check_loaders(directory, drafter.section, drafter.wiring, tensors, drafter.verifier)
     shutil.copy(exported / WEIGHTS, directory / WEIGHTS)
     in_config(lambda c: c.pop("norm_before_residual"))(directory)  # vLLM then says True
     with pytest.raises(GateError, match="norm_before_residual"):
-        check_loaders(directory, drafter.section, drafter.wiring, tensors)
+        check_loaders(directory, drafter.section, drafter.wiring, tensors, drafter.verifier)
 
 
 def test_head_rows_belong_to_the_map(drafter, exported, tiny_verifier_dir):
