@@ -23,8 +23,9 @@ from eagle3.contract import Wiring
 from eagle3.disk import require_room
 from eagle3.engine import Engine
 from eagle3.preflight import check
+from eagle3.progress import Progress
 from eagle3.rows import TokenRows
-from eagle3.script import Invocation, Progress, log, run_script, stop_flag
+from eagle3.script import Invocation, log, run_script, stop_flag
 from eagle3.shards import Shard, bytes_per_token
 from eagle3.stage import Stage
 

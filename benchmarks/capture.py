@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
-from eagle3.artifact import open_artifact, open_verifier
+from eagle3.artifact import open_artifact
 from eagle3.capture import VerifierHead, compute_shard, finish_shard
 from eagle3.contract import Wiring
 from eagle3.engine import Engine, Sampling
+from eagle3.fingerprint import open_verifier
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 

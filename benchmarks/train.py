@@ -25,11 +25,12 @@ from speculators.losses import compound_loss, exp_loss_decay, resolve_loss_confi
 from speculators.models.eagle3 import core
 from torch.utils.flop_counter import FlopCounterMode
 
-from eagle3.artifact import open_artifact, open_verifier
+from eagle3.artifact import open_artifact
 from eagle3.batches import Batch, Row, RowReader, collate
 from eagle3.config import Config
 from eagle3.contract import Wiring
 from eagle3.drafter import build, speculators_config
+from eagle3.fingerprint import open_verifier
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script

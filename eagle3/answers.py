@@ -22,7 +22,8 @@ import numpy as np
 from .config import Config, RegenerateSection
 from .engine import Engine, Sampling
 from .files import appending, sha256_json
-from .script import Progress, log, stop_flag
+from .progress import Progress
+from .script import log, stop_flag
 from .selection import Candidate
 from .verifier import Verifier
 

@@ -1,58 +1,26 @@
-"""The six stages and their published outputs, verified on opening.
+"""The published outputs of the stages, verified on opening.
 
-Fingerprint = declared config sections + upstream digests + verifier identity + stage version. An
-artifact is what a manifest says it is: no manifest, no artifact.
+An artifact is what its manifest says it is: no manifest, no artifact.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import Config, LocalSource, VerifierSection
+from .config import Config
 from .contract import Wiring
-from .errors import StaleInputError
-from .files import sampled_sha256, sha256_file, sha256_json
+from .errors import OutdatedError, StaleInputError
+from .files import sha256_file, sha256_json
+from .fingerprint import STAGES, StageSpec, difference, expected_fingerprint, show_differences
 from .script import Invocation
-from .verifier import Verifier
 
 MANIFEST = "manifest.json"
 FINGERPRINT = "fingerprint.json"
-
-
-@dataclass(frozen=True)
-class StageSpec:
-    """What a stage is made from; ``version`` is bumped by hand when its output changes meaning."""
-
-    name: str
-    script: str
-    version: int
-    sections: tuple[str, ...]
-    inputs: tuple[str, ...]
-
-
-STAGES = {
-    spec.name: spec
-    for spec in (
-        StageSpec("01_data", "01_prepare_data.py", 1, ("verifier", "data", "evaluation"), ()),
-        StageSpec("02_hidden", "02_gen_hidden_states.py", 2, ("capture",), ("01_data",)),
-        StageSpec("03_vocab", "03_build_vocab_map.py", 1, ("vocab",), ("01_data",)),
-        StageSpec(
-            "04_train",
-            "04_train.py",
-            1,
-            ("drafter", "train"),
-            ("01_data", "02_hidden", "03_vocab"),
-        ),
-        StageSpec("05_export", "05_export.py", 1, (), ("03_vocab", "04_train")),
-        StageSpec(
-            "06_verify", "06_verify.py", 1, ("verify",), ("01_data", "02_hidden", "05_export")
-        ),
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -80,90 +48,140 @@ class Artifact:
         assert name in self.manifest["files"], name
         return self.directory / name
 
+    def checksums(self) -> Iterator[tuple[str, str, str]]:
+        """Read every file: its name, the manifest's SHA-256, and the one found ("" without it)."""
+        for name, entry in self.manifest["files"].items():
+            path = self.directory / name
+            yield name, entry["sha256"], sha256_file(path) if path.is_file() else ""
+
     def verify_checksums(self) -> None:
         """Read every file and compare it with the manifest.
 
         Raises:
             StaleInputError: naming the first file whose content changed.
         """
-        for name, entry in self.manifest["files"].items():
-            found = sha256_file(self.directory / name)
-            if found != entry["sha256"]:
+        for name, expected, found in self.checksums():
+            if found != expected:
                 raise StaleInputError(
                     "a published file changed after it was checked",
                     where=self.directory / name,
-                    expected=f"sha256 {entry['sha256']}",
+                    expected=f"sha256 {expected}",
                     found=f"sha256 {found}",
                     fix=f"run {STAGES[self.manifest['stage']].script} with --redo",
                 )
 
 
-@functools.lru_cache(maxsize=2)
-def open_verifier(section: VerifierSection) -> Verifier:
-    """The verifier of a config, opened once a process."""
-    return Verifier.open(section)
-
-
-def expected_fingerprint(config: Config, name: str, inputs: dict[str, Artifact]) -> dict[str, Any]:
-    """The fingerprint a stage would have if it were run now."""
-    spec = STAGES[name]
-    fingerprint: dict[str, Any] = {
-        "stage": spec.name,
-        "version": spec.version,
-        "config": {name: getattr(config, name).fingerprint() for name in spec.sections},
-        "inputs": {name: artifact.digest for name, artifact in inputs.items()},
-    }
-    if "verifier" in spec.sections:
-        # Where the verifier lies is not what it is: only its identity counts.
-        fingerprint["config"]["verifier"].pop("path")
-        fingerprint["verifier"] = open_verifier(config.verifier).identity
-    if "data" in spec.sections:  # a local file edited in place is another source
-        fingerprint["files"] = {
-            source.name: sampled_sha256(source.path)
-            for source in config.data.sources
-            if isinstance(source, LocalSource) and source.path.is_file()
-        }
-    return json.loads(json.dumps(fingerprint))
-
-
-def open_artifact(config: Config, name: str, invocation: Invocation) -> Artifact:
+def open_artifact(
+    config: Config,
+    name: str,
+    invocation: Invocation,
+    opened: dict[str, Artifact] | None = None,
+) -> Artifact:
     """Open a stage's output, verifying that it is complete, intact and what the config asks for.
+
+    Args:
+        opened: artifacts verified already, by stage; this one and those it was made from are
+            added. Whoever opens several passes the same one: each is verified once.
 
     Raises:
         StaleInputError: missing, incomplete, damaged, edited, or made from something else.
     """
+    opened = {} if opened is None else opened
+    if name in opened:
+        return opened[name]
     spec = STAGES[name]
     directory = config.run_dir / name
     manifest = read_manifest(directory, spec, invocation)
-    inputs = {upstream: open_artifact(config, upstream, invocation) for upstream in spec.inputs}
-    differences = difference(manifest["fingerprint"], expected_fingerprint(config, name, inputs))
-    if differences:
-        key, found, expected = differences[0]
-        raise StaleInputError(
-            f"{name} was made from something else than the config now asks for "
-            f"({len(differences)} difference{'s' if len(differences) > 1 else ''})",
-            where=f"{directory}: {key}",
-            expected=expected,
-            found=found,
-            fix=f"put {key} back, or redo that stage",
-            command=invocation.command(spec.script, "--redo"),
-        )
-    artifact = Artifact(directory, manifest)
-    for file_name, entry in manifest["files"].items():
-        path = directory / file_name
-        found_bytes = path.stat().st_size if path.is_file() else None
+    for upstream in spec.inputs:
+        open_artifact(config, upstream, invocation, opened)
+    require_same(config, name, manifest["fingerprint"], invocation, opened)
+    require_files(directory, manifest, invocation)
+    opened[name] = Artifact(directory, manifest)
+    return opened[name]
+
+
+def require_files(directory: Path, manifest: dict[str, Any], invocation: Invocation) -> None:
+    """Every file of a manifest is there and of its size.
+
+    Raises:
+        StaleInputError: naming the first that is not.
+    """
+    for name, entry in manifest["files"].items():
+        path = f"{directory}/{name}"  # no Path: there may be thousands
+        found_bytes = os.stat(path).st_size if os.path.isfile(path) else None
         if found_bytes != entry["bytes"]:
             raise StaleInputError(
                 "a published file is missing" if found_bytes is None else "a file was truncated",
                 where=path,
                 expected=f"{entry['bytes']} bytes",
                 found="no file" if found_bytes is None else f"{found_bytes} bytes",
-                command=invocation.command(spec.script, "--redo"),
+                command=invocation.command(STAGES[manifest["stage"]].script, "--redo"),
             )
-    return artifact
+
+
+def require_same(
+    config: Config,
+    name: str,
+    found: dict[str, Any],
+    invocation: Invocation,
+    opened: dict[str, Artifact],
+) -> None:
+    """Compare what a stage on disk, finished or not, was made from with what it would be now.
+
+    Args:
+        found: the fingerprint on disk.
+        opened: the stage's inputs are among them.
+
+    Raises:
+        OutdatedError: showing the differences.
+    """
+    spec = STAGES[name]
+    digests = {upstream: opened[upstream].digest for upstream in spec.inputs}
+    differences = difference(found, expected_fingerprint(config, name, digests))
+    if differences:
+        error = OutdatedError(
+            f"{name} on disk was made from something else than the config now asks for; "
+            "nothing was touched",
+            where=f"{config.run_dir / name}: {differences[0][0]}",
+            expected="the same config, inputs, verifier and stage version",
+            found=show_differences(differences),
+            fix="put the change back, or redo that stage (the old output is kept until then)",
+            command=invocation.command(spec.script, "--redo"),
+        )
+        error.differences = tuple(differences)
+        raise error
+
+
+def read_fingerprint(directory: Path, spec: StageSpec, invocation: Invocation) -> dict[str, Any]:
+    """What a stage on disk was made from, or began to be made from; {} if there is none.
+
+    Raises:
+        StaleInputError: what says so is damaged.
+    """
+    if (directory / MANIFEST).is_file():
+        return read_manifest(directory, spec, invocation)["fingerprint"]
+    path = directory / FINGERPRINT
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StaleInputError(
+            "an unfinished stage does not say what it was made from",
+            where=path,
+            expected="the JSON written when it began",
+            found=error,
+            fix="start it over",
+            command=invocation.command(spec.script, "--redo"),
+        ) from error
 
 
 def read_manifest(directory: Path, spec: StageSpec, invocation: Invocation) -> dict[str, Any]:
+    """A finished stage's manifest.
+
+    Raises:
+        StaleInputError: it is not there, or damaged.
+    """
     path = directory / MANIFEST
     if not path.is_file():
         started = (directory / FINGERPRINT).is_file()
@@ -189,16 +207,3 @@ def read_manifest(directory: Path, spec: StageSpec, invocation: Invocation) -> d
             command=invocation.command(spec.script, "--redo"),
         )
     return manifest
-
-
-def difference(found: Any, expected: Any, key: str = "") -> list[tuple[str, Any, Any]]:
-    """Every leaf at which two fingerprints differ: (key, found, expected)."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return [
-            row
-            for name in sorted(found.keys() | expected.keys())
-            for row in difference(
-                found.get(name, "absent"), expected.get(name, "absent"), f"{key}.{name}".strip(".")
-            )
-        ]
-    return [] if found == expected else [(key.removeprefix("config."), found, expected)]

@@ -75,6 +75,16 @@ class StaleInputError(PipelineError):
     exit_code = EXIT_STALE
 
 
+class OutdatedError(StaleInputError):
+    """An artifact made from something else than the config now asks for.
+
+    Attributes:
+        differences: (key, on disk, now).
+    """
+
+    differences: tuple[tuple[str, Any, Any], ...] = ()
+
+
 class GateError(PipelineError):
     """A stage did its work and the result is not good enough to pass on."""
 

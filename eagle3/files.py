@@ -6,6 +6,7 @@ renamed, and its directory fsynced. A reader never sees half a file under its fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -117,6 +118,26 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Publish a JSON file, keys in the order given."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_note(path: Path, value: Any) -> None:
+    """Replace a small JSON file that no result depends on: whole or absent, but not fsynced, and
+    left out where it cannot be written (a full disk must stop the work, not the word about it)."""
+    partial = path.with_name(path.name + PARTIAL_SUFFIX)
+    with contextlib.suppress(OSError):
+        try:
+            partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """What ``write_note`` wrote; {} if it is not there or not whole (after a power cut)."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def write_tensors(

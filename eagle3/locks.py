@@ -21,6 +21,8 @@ from .workers import Worker
 
 # Longer than another worker needs to sign the stage's lock and share it.
 _SHARING_S = 2.0
+# Longer than ``holders`` needs to look at a lock.
+_LOOK_S = 0.3
 
 
 class StageLock:
@@ -65,39 +67,26 @@ class StageLock:
 
     def _take_alone(self) -> None:
         file = self._open(self.path)
-        if not _try(file, fcntl.LOCK_EX):
-            raise self._refused(", ".join(self._workers_at_work()) or _read(file))
-        _sign(file, _this_process())
+        if not _patiently(file, fcntl.LOCK_EX, _LOOK_S):
+            raise self._refused(", ".join(holders(self.run_dir, self.name)) or _read(file))
+        _sign(file, this_process())
 
     def _take_share(self, worker: Worker) -> None:
-        own = self._open(self._worker_path(worker.index))
-        if not _try(own, fcntl.LOCK_EX):
+        own = self._open(_worker_path(self.run_dir, self.name, worker.index))
+        if not _patiently(own, fcntl.LOCK_EX, _LOOK_S):
             raise self._refused(_read(own))
-        _sign(own, f"worker {worker}: {_this_process()}")
+        _sign(own, f"worker {worker}: {this_process()}")
         count = f"workers of {worker.count}"
         file = self._open(self.path)
         if _try(file, fcntl.LOCK_EX):  # the first one here
             _sign(file, count)
-        deadline_s = time.monotonic() + _SHARING_S
-        while not _try(file, fcntl.LOCK_SH):  # another first one is signing, or a run is alone
-            if time.monotonic() > deadline_s:
-                raise self._refused(_read(file))
-            time.sleep(0.05)
+        # Else another first one is signing, or a run is alone.
+        if not _patiently(file, fcntl.LOCK_SH, _SHARING_S):
+            raise self._refused(_read(file))
         if _read(file) != count:
-            raise self._refused(", ".join(self._workers_at_work()))
-
-    def _workers_at_work(self) -> list[str]:
-        """What the other workers that hold their lock now have signed it with."""
-        found = []
-        ours = self._worker_path(self.worker.index) if self.worker else None
-        for path in sorted(self.run_dir.glob(self._worker_path("*").name)):
-            with open(path, encoding="utf-8") as file:
-                if path != ours and not _try(file, fcntl.LOCK_SH):
-                    found.append(_read(file))
-        return found
-
-    def _worker_path(self, index: int | str) -> Path:
-        return self.run_dir / f".{self.name}.worker-{index}.lock"
+            self._held.remove(own)
+            own.close()
+            raise self._refused(", ".join(holders(self.run_dir, self.name)))
 
     def _open(self, path: Path) -> TextIO:
         file = open(path, "a+", encoding="utf-8")  # closed by ``close``
@@ -115,11 +104,38 @@ class StageLock:
         )
 
 
+def holders(run_dir: Path, name: str) -> list[str]:
+    """Who is at work on a stage now, as each signed its lock: ``pid 12 on box``, ``worker 0/2: pid
+    12 on box``. Looks by sharing each lock for a moment, so whoever comes then must ask again."""
+    found = []
+    alone = run_dir / f".{name}.lock"
+    workers = sorted(run_dir.glob(_worker_path(run_dir, name, "*").name))
+    for path in [alone, *workers]:
+        if path.is_file():
+            with open(path, encoding="utf-8") as file:
+                if not _try(file, fcntl.LOCK_SH):
+                    found.append(_read(file))
+    return found
+
+
+def _worker_path(run_dir: Path, name: str, index: int | str) -> Path:
+    return run_dir / f".{name}.worker-{index}.lock"
+
+
 def _try(file: TextIO, how: int) -> bool:
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _patiently(file: TextIO, how: int, seconds: float) -> bool:
+    deadline_s = time.monotonic() + seconds
+    while not _try(file, how):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.02)
     return True
 
 
@@ -134,5 +150,5 @@ def _sign(file: TextIO, text: str) -> None:
     file.flush()
 
 
-def _this_process() -> str:
+def this_process() -> str:
     return f"pid {os.getpid()} on {platform.node()}"

@@ -26,8 +26,9 @@ from .config import TrainSection
 from .drafter import BORROWED
 from .errors import Interrupted
 from .plan import plan_epoch
+from .progress import Progress
 from .ranks import ALONE, Ranks
-from .script import Progress, log
+from .script import log
 from .training_files import Checkpoints, Metrics
 from .ttt import TTTStep
 from .validation import validate

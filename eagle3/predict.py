@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .acceptance import Acceptance, walk
+from .progress import Progress
 from .replay import Replay, Replayed
 from .rows import TokenRows
-from .script import Progress, stop_flag
+from .script import stop_flag
 from .shards import CapturedRow, Shard
 
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import shutil
-import subprocess
-from dataclasses import dataclass
 
 import torch
 
-from .artifact import MANIFEST, STAGES, open_artifact
+from .artifact import MANIFEST, open_artifact
 from .chat import Chat
 from .config import Config
 from .contract import Wiring
@@ -25,6 +22,8 @@ from .engine import max_model_len
 from .errors import NoRoomError
 from .family import kv_bytes_per_token
 from .files import format_bytes
+from .fingerprint import STAGES
+from .machine import gpus
 from .script import Invocation, log
 from .selection import check_config
 from .shards import bytes_per_token
@@ -33,14 +32,6 @@ from .vocab import forced_ids
 
 _ENGINE_STAGES = ("01_data", "02_hidden", "06_verify")
 _DRAFTER_STAGES = ("04_train", "05_export", "06_verify")
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU as the driver lists it."""
-
-    name: str
-    memory_bytes: int
 
 
 def check(config: Config, stage: str, invocation: Invocation) -> None:
@@ -177,20 +168,6 @@ def _estimate_time(config: Config, stage: str, counted_tokens: int | None) -> No
     tokens, rate = work[stage]
     hours = f"{tokens / rate / 3600:.2f}" if tokens else "unknown before 01"
     log("time", at_most_tokens=tokens or "unknown", assumed_tokens_per_s=rate, hours=hours)
-
-
-def gpus() -> list[Gpu]:
-    """The GPUs of this node, from ``nvidia-smi``: no CUDA context is made."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    listed = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    rows = [line.rsplit(",", 1) for line in listed.stdout.splitlines() if "," in line]
-    return [Gpu(name.strip(), int(mebibytes) * 2**20) for name, mebibytes in rows]
 
 
 def _check_gpus(config: Config, verifier: Verifier) -> None:

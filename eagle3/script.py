@@ -17,13 +17,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from .config import Config
 from .config_file import load_config
 from .errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, Interrupted, PipelineError
+from .files import write_note
 from .workers import Worker
 
+# How a process of a stage ended, until it is begun again or done: ``ended.json`` beside its log.
+ENDED = "ended"
 # Ctrl-C reaches every process of the terminal, and torchrun then signals its own a second time.
 _ECHO_S = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 
@@ -46,13 +49,7 @@ class Invocation:
     def parse(
         cls, description: str, argv: list[str] | None = None, *, takes_workers: bool = False
     ) -> Invocation:
-        parser = argparse.ArgumentParser(
-            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        parser.add_argument("config", type=Path, help="the run's YAML file, configs/*.yaml")
-        parser.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key"
-        )
+        parser = command_line(description)
         parser.add_argument("--check", action="store_true", help="preflight only, compute nothing")
         parser.add_argument(
             "--redo", action="store_true", help="set the old output aside and start again"
@@ -85,12 +82,24 @@ class Invocation:
 
     def command(self, script: str | None = None, *flags: str) -> str:
         """The command that runs ``script`` (this one by default) on the same config."""
-        words = ["python", script or self.script, str(self.config_path)]
+        words = ["python", *(script or self.script).split(), str(self.config_path)]
         for override in self.overrides:
             words += ["--set", override]
         if script is None and self.worker is not None:
             words += ["--worker", str(self.worker)]
         return shlex.join([*words, *flags])
+
+
+def command_line(description: str) -> argparse.ArgumentParser:
+    """What every command of the pipeline takes: a config and overrides."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="the run's YAML file, configs/*.yaml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a config key"
+    )
+    return parser
 
 
 class Log:
@@ -102,18 +111,39 @@ class Log:
     def __init__(self) -> None:
         self.stage = "-"
         self.muted = False
+        self.bar: Any = None  # of tqdm, while one is drawn on the terminal
+        self.path: Path | None = None
         self._file: TextIO | None = None
 
     def open(self, path: Path) -> None:
+        self.path = path
         self._file = open(path, "a", encoding="utf-8")  # lives as long as the process
 
+    def beside(self, what: str) -> Path | None:
+        """A small JSON file of this process, beside its log: ``log.worker-3.txt`` ->
+        ``progress.worker-3.json``; None before a stage is entered."""
+        return self.path and self.path.with_name(
+            self.path.name.replace("log", what, 1)
+        ).with_suffix(".json")
+
     def __call__(self, message: str, **values: Any) -> None:
-        pairs = "".join(f" {key}={_show(value)}" for key, value in values.items())
-        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage} {message}{pairs}"
         if self.muted:
             return
+        line = self._line(message, values)
+        if self.bar is not None:
+            self.bar.clear()
         print(line, flush=True)
+        if self.bar is not None:
+            self.bar.refresh()
         self.to_file(line)
+
+    def quietly(self, message: str, **values: Any) -> None:
+        """A line for the log file alone: the screen shows it in another way."""
+        self.to_file(self._line(message, values))
+
+    def _line(self, message: str, values: dict[str, Any]) -> str:
+        pairs = "".join(f" {key}={show_value(value)}" for key, value in values.items())
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self.stage} {message}{pairs}"
 
     def to_file(self, text: str) -> None:
         if self._file:
@@ -123,57 +153,14 @@ class Log:
                 self._file.flush()
 
 
-def _show(value: Any) -> str:
+def show_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)
-    return repr(text) if " " in text else text
+    return text if text.split() == [text] else repr(text)
 
 
 log = Log()
-
-
-class Progress:
-    """Done of total, rate and ETA: a bar on a terminal, a line every ``every_s`` seconds else.
-
-    Args:
-        total: units of work in all.
-        unit: what ``advance`` counts, plural ("tokens").
-        done: units finished by an earlier run of the same stage; shown, not counted in the rate.
-    """
-
-    def __init__(self, total: int, unit: str, *, done: int = 0, every_s: float = 15) -> None:
-        self.total, self.unit, self.done, self.every_s = total, unit, done, every_s
-        self.start_done, self.start_s, self.last_s = done, time.monotonic(), time.monotonic()
-        self.bar = None
-        if sys.stderr.isatty() and not log.muted:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, initial=done, unit=f" {unit}", unit_scale=True)
-
-    @property
-    def rate(self) -> float:
-        """Units a second since this run of the stage began."""
-        return (self.done - self.start_done) / max(time.monotonic() - self.start_s, 1e-9)
-
-    def advance(self, num_units: int, **values: Any) -> None:
-        self.done += num_units
-        if self.bar is not None:
-            self.bar.set_postfix({key: _show(value) for key, value in values.items()})
-            self.bar.update(num_units)
-        elif time.monotonic() - self.last_s >= self.every_s:
-            self.last_s = time.monotonic()
-            eta_s = (self.total - self.done) / max(self.rate, 1e-9)
-            log(
-                f"{self.done}/{self.total} {self.unit}",
-                rate=f"{self.rate:.1f}/s",
-                eta=f"{eta_s:.0f}s",
-                **values,
-            )
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 class StopFlag:
@@ -210,22 +197,35 @@ stop_flag = StopFlag()
 
 def run_script(
     main: Callable[[Invocation], None], description: str, *, takes_workers: bool = False
-) -> None:
+) -> NoReturn:
     """Run a script's ``main`` and turn its outcome into an exit code; never returns.
 
     Args:
         takes_workers: several processes may share the stage (``--worker``).
     """
-    invocation = Invocation.parse(description, takes_workers=takes_workers)
+    exit_after(main, Invocation.parse(description, takes_workers=takes_workers))
+
+
+def exit_after(main: Callable[[Invocation], None], invocation: Invocation) -> NoReturn:
+    """Run ``main``; say on the screen and, inside a stage, on disk how it ended; exit."""
     stop_flag.install()
-    code = EXIT_DONE
+    code, told, command = EXIT_DONE, {}, invocation.command()
     try:
         main(invocation)
     except PipelineError as error:
         log.to_file(traceback.format_exc())
         code = error.exit_code
         log.muted = error.told
-        _explain(error, invocation)
+        command = error.command or invocation.command(error.script or None)
+        told = {
+            "error": error.what,
+            "where": error.where,
+            "expected": error.expected,
+            "found": error.found,
+            "next": f"{error.fix}, then: {command}" if error.fix else command,
+        }
+        for part, text in told.items():
+            log(f"{part:<9} {text}")
     except BaseException as error:
         if stop_flag.signal_name is None and not isinstance(error, Interrupted):
             if isinstance(error, SystemExit):
@@ -234,24 +234,14 @@ def run_script(
             log.to_file(traceback.format_exc())
             traceback.print_exc()
             log.muted = False
-            log("this is a bug of ours, not of your input: the traceback is in the stage's log")
+            where = f"in {log.path}" if log.path else "above"
+            log(f"this is a bug of ours, not of your input: the traceback is {where}")
+            told = {"error": f"{type(error).__name__}: {error}", "where": str(log.path)}
         else:  # an engine or a worker may fail in its own way while being stopped
             log.to_file(traceback.format_exc())
             code = EXIT_INTERRUPTED
-            log("stopped; everything published is kept", next=invocation.command())
+            log("stopped; everything published is kept", next=command)
+    if path := log.beside(ENDED):
+        write_note(path, {"code": code, "unix_s": time.time(), "command": command, **told})
     sys.stdout.flush()
     sys.exit(code)
-
-
-def _explain(error: PipelineError, invocation: Invocation) -> None:
-    """Print the four parts."""
-    next_command = error.command or invocation.command(error.script or None)
-    step = f"{error.fix}, then: {next_command}" if error.fix else next_command
-    for line in (
-        f"error     {error.what}",
-        f"where     {error.where}",
-        f"expected  {error.expected}",
-        f"found     {error.found}",
-        f"next      {step}",
-    ):
-        log(line)

@@ -21,7 +21,8 @@ from .capture import VerifierHead, capture_rows
 from .contract import Wiring
 from .engine import Engine, Sampling
 from .files import write_json
-from .script import Progress, log, stop_flag
+from .progress import Progress
+from .script import log, stop_flag
 from .shards import Shard
 
 # The first request pays for lazy initialisation.

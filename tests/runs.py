@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from eagle3.artifact import Artifact, open_artifact
@@ -9,8 +15,11 @@ from eagle3.config import Config
 from eagle3.config_file import load_config
 from eagle3.errors import StaleInputError
 from eagle3.files import write_text
+from eagle3.fingerprint import STAGES
 from eagle3.script import Invocation
 from eagle3.stage import Stage
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Run:
@@ -38,6 +47,10 @@ class Run:
             counts = {"in": 3, "out": 1, "dropped": {"too long": 2}}
             return stage.commit(files=["rows.txt"], counts=counts)
 
+    def make_all(self) -> None:
+        for name in STAGES:
+            self.make(name)
+
     def open(self, name: str = "01_data") -> Artifact:
         return open_artifact(self.config, name, self.invocation())
 
@@ -54,3 +67,25 @@ class Run:
             for path in sorted(directory.rglob("*"))
             if path.is_file() and path.name != "log.txt" and not path.name.startswith(".")
         }
+
+
+def start_script(
+    tmp_path: Path, body: str, config: Path, *flags: str, **popen: Any
+) -> subprocess.Popen:
+    """Start a script whose ``main(invocation)`` is ``body``."""
+    path = tmp_path / "01_prepare_data.py"
+    imports = (
+        "import os, sys, time\n"
+        "from eagle3.errors import *\n"
+        "from eagle3.script import log, run_script, stop_flag\n"
+    )
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    path.write_text(f"{imports}def main(invocation):\n{lines}run_script(main, 'A script.')\n")
+    return subprocess.Popen(
+        [sys.executable, str(path), str(config), *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **popen,
+    )

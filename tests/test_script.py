@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from eagle3.errors import ConfigError, GateError, NoRoomError, StaleInputError
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def _script(tmp_path: Path, body: str, config: Path, *flags: str, **popen: Any) -> subprocess.Popen:
-    """Start a script whose ``main(invocation)`` is ``body``."""
-    path = tmp_path / "01_prepare_data.py"
-    imports = (
-        "import os, sys, time\n"
-        "from eagle3.errors import *\n"
-        "from eagle3.script import log, run_script, stop_flag\n"
-    )
-    lines = "".join(f"    {line}\n" for line in body.splitlines())
-    path.write_text(f"{imports}def main(invocation):\n{lines}run_script(main, 'A script.')\n")
-    return subprocess.Popen(
-        [sys.executable, str(path), str(config), *flags],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **popen,
-    )
+from tests.runs import start_script
 
 
 PARTS = 'where="HERE", expected="THIS", found="THAT", fix="do it"'
@@ -54,7 +28,7 @@ PARTS = 'where="HERE", expected="THIS", found="THAT", fix="do it"'
     ],
 )
 def test_exit_codes(body, code, tmp_path):
-    process = _script(tmp_path, body, tmp_path / "no config.yaml", "--set", "train.seed=1")
+    process = start_script(tmp_path, body, tmp_path / "no config.yaml", "--set", "train.seed=1")
     screen, errors = process.communicate(timeout=60)
     assert process.returncode == code
     command = f"python 01_prepare_data.py '{tmp_path}/no config.yaml' --set train.seed=1"
@@ -93,7 +67,7 @@ def test_a_stop_signal_finishes_the_unit_and_exits_75(tmp_path):
         "stop_flag.raise_if_set()\n"
         "print('next unit')"
     )
-    process = _script(tmp_path, body, tmp_path / "config.yaml")
+    process = start_script(tmp_path, body, tmp_path / "config.yaml")
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGTERM)
     screen, errors = process.communicate(timeout=60)
@@ -104,7 +78,7 @@ def test_a_stop_signal_finishes_the_unit_and_exits_75(tmp_path):
 
 def test_a_second_stop_signal_stops_at_once(tmp_path):
     body = "print('started', flush=True)\nwhile True: time.sleep(0.05)"
-    process = _script(tmp_path, body, tmp_path / "config.yaml")
+    process = start_script(tmp_path, body, tmp_path / "config.yaml")
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGINT)
     assert "again to stop now" in process.stdout.readline()
@@ -122,7 +96,7 @@ ENTER = (
 
 def test_a_second_process_is_refused_and_a_killed_one_frees_the_stage(run, tmp_path):
     body = ENTER + "    print('entered', flush=True)\n    time.sleep(600)"
-    process = _script(tmp_path, body, run.path)
+    process = start_script(tmp_path, body, run.path)
     try:
         while process.stdout.readline() != "entered\n":
             assert process.poll() is None, process.stderr.read()
@@ -146,7 +120,7 @@ def test_a_disk_full_to_the_last_byte_is_exit_5(write_config, small_disk, tmp_pa
         "    write_text(stage.directory / 'rows.txt', 'rows')"
     )
     path = write_config({"run.dir": str(small_disk / "runs")})
-    process = _script(tmp_path, body, path)
+    process = start_script(tmp_path, body, path)
     screen, errors = process.communicate(timeout=60)
     assert process.returncode == 5, errors
     assert "the disk is full" in screen and "Traceback" not in screen + errors

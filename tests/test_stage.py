@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eagle3 import stage as stage_module
-from eagle3.artifact import STAGES
+from eagle3 import fingerprint as fingerprint_module
 from eagle3.config_file import load_config
 from eagle3.files import write_text
+from eagle3.fingerprint import STAGES
 from tests.runs import Run
 
 
@@ -62,9 +62,18 @@ def test_counts_that_do_not_add_up_are_our_bug(run):
     assert not (stage.directory / "manifest.json").exists()
 
 
-def test_the_last_stage_names_no_next_command(run, capsys):
-    run.stage("06_verify").say_next()
-    assert "the run is complete" in _last_line(capsys)
+def test_the_last_line_is_what_the_run_lacks_first(write_config, capsys):
+    """Whichever script says it, and with the flag it needs."""
+    run = Run(write_config)
+    run.make(), run.make("03_vocab")
+    assert f"next command='python 02_gen_hidden_states.py {run.path}'" in _last_line(capsys)
+    run.make("02_hidden"), run.make("04_train"), run.make("05_export"), run.make("06_verify")
+    report = run.config.run_dir / "06_verify" / "report.md"
+    assert _last_line(capsys).endswith(f"06_verify the run is complete report={report}")
+    changed = Run(write_config, ("train.seed=7",))
+    with changed.stage("03_vocab"):
+        last = f"python 04_train.py {run.path} --set train.seed=7 --redo'"
+        assert _last_line(capsys).endswith(last)
 
 
 # --- something else than before ---
@@ -113,7 +122,7 @@ def test_another_stage_version_is_refused(run, monkeypatch):
     run.make()
     spec = STAGES["01_data"]
     newer = type(spec)(spec.name, spec.script, spec.version + 1, spec.sections, spec.inputs)
-    monkeypatch.setitem(stage_module.STAGES, "01_data", newer)
+    monkeypatch.setitem(fingerprint_module.STAGES, "01_data", newer)
     assert f"version: {spec.version} -> {spec.version + 1}" in run.refused().found
 
 

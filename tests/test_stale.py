@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from eagle3.artifact import STAGES, expected_fingerprint
 from eagle3.config import Config
 from eagle3.config_file import load_config
 from eagle3.errors import ConfigError
+from eagle3.fingerprint import STAGES, expected_fingerprint
 from tests.runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
