@@ -137,7 +137,7 @@ def _what_is_wrong(
         return StageState(name, STALE, (error.found,), command)
     except PipelineError as error:
         state = DAMAGED if isinstance(error, StaleInputError) else UNKNOWN
-        command = error.command or invocation.command(spec.script)
+        command = error.command or invocation.command(error.script or spec.script)
         return StageState(name, state, (str(error),), command)
     return StageState(name, DONE)
 

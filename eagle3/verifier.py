@@ -49,8 +49,8 @@ class Verifier:
             weights: False takes its metadata alone (config, tokenizer, weight index).
 
         Raises:
-            ConfigError: it does not exist, is no safetensors checkpoint, has a damaged config, lacks
-                a key vLLM reads, or needs code that the config does not trust.
+            ConfigError: it does not exist, is no safetensors checkpoint, has a damaged config,
+                lacks a key vLLM reads, or needs code that the config does not trust.
         """
         directory = Path(section.path)
         if not directory.is_dir():

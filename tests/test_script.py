@@ -46,7 +46,7 @@ def test_exit_codes(body, code, tmp_path):
 
 def test_an_error_may_name_the_script_that_mends_it(tmp_path):
     body = f"raise StaleInputError('WHAT', script='02_gen_hidden_states.py', {PARTS})"
-    process = _script(tmp_path, body, tmp_path / "config.yaml", "--set", "train.seed=1")
+    process = start_script(tmp_path, body, tmp_path / "config.yaml", "--set", "train.seed=1")
     screen, _ = process.communicate(timeout=60)
     command = f"python 02_gen_hidden_states.py {tmp_path}/config.yaml --set train.seed=1"
     assert screen.splitlines()[-1].endswith(f"do it, then: {command}")
