@@ -1,38 +1,47 @@
-"""Write the trained drafter as a directory vLLM loads, and prove that it says what was trained.
+"""Write the trained drafter as vLLM and SGLang load it, and prove that both say what was trained.
 
 reads   03_vocab/vocab_map.safetensors    d2t, t2d
         04_train/best.safetensors         float32 weights, names of speculators' Eagle3DraftModel
-writes  05_export/drafter/model.safetensors   bfloat16 weights, d2t int64, t2d bool
-        05_export/drafter/config.json         speculators' format, every key written out
+writes  05_export/drafter/    for vLLM: speculators' format
+        05_export/sglang/     for SGLang, and vLLM loads it too: a flat Llama config
+            model.safetensors     bfloat16 weights, d2t int64, t2d bool
+            config.json           every key that an engine reads, written out
 
     python 05_export.py configs/smollm2_cpu.yaml
 
-Every tensor's name, shape and dtype is compared with a table computed from the config alone, and
-speculators' loader and vLLM's config code open the result. Takes a minute (imports, mostly); disk
-is the drafter's, 2 bytes a parameter. If it stops, run the same command again.
+Every tensor's name, shape and dtype is compared with a table computed from the config alone, its
+values with 04's, and speculators' loader and vLLM's config code open the result. Where SGLang
+cannot be told which layers this drafter reads, its directory is left out and the log says why.
+Takes a minute (imports, mostly); disk is the drafter's, 2 bytes a parameter, for each directory. If
+it stops, run the same command again.
 """
 
 from __future__ import annotations
 
-import torch
+from safetensors.torch import load_file
 
 from eagle3.contract import Wiring
 from eagle3.drafter import num_parameters, tensor_table
 from eagle3.export import (
     CONFIG,
+    DRAFTER,
     WEIGHTS,
     publishing_directory,
-    served_config,
     serving_tensors,
     write_directory,
 )
-from eagle3.exported import check_directory, check_head, check_loaders
+from eagle3.exported import (
+    check_directory,
+    check_head,
+    check_loaders,
+    check_verifier,
+    check_weights,
+)
+from eagle3.flat import servable_forms
 from eagle3.preflight import check, show_table
 from eagle3.script import Invocation, log, run_script
 from eagle3.stage import Stage
 from eagle3.vocab import VocabMap
-
-DRAFTER = "drafter"
 
 
 def main(invocation: Invocation) -> None:
@@ -54,34 +63,34 @@ def main(invocation: Invocation) -> None:
         sizes = {"draft_vocab_size": len(vocab_map.d2t), "vocab_size": verifier.vocab_size}
         table = tensor_table(drafter, num_aux=len(wiring.aux_layer_ids), **sizes)
         train.verify_checksums()
-        tensors = serving_tensors(train.path("best.safetensors"), table)
+        trained = train.path("best.safetensors")
+        tensors = serving_tensors(trained, table)
         # Drafted tokens by default: as many as training unrolled.
-        served = {**sizes, "num_speculative_tokens": config.train.ttt_steps}
-        directory = stage.directory / DRAFTER
-        if not directory.exists():  # else renamed by a run that stopped before its manifest
-            with publishing_directory(directory) as partial:
-                config_json = served_config(drafter, wiring, **served)
-                write_directory(partial, tensors, config_json, wiring, verifier)
-                check_directory(partial, drafter, wiring, **served)
+        sizes["num_speculative_tokens"] = config.train.ttt_steps
 
-        # Read back as the next stage will, then as the two libraries do.
-        found = check_directory(directory, drafter, wiring, **served)
-        for name, tensor in tensors.items():
-            assert torch.equal(found[name], tensor), name
-        check_head(
-            directory / WEIGHTS,
-            found["lm_head.weight"],
-            verifier.lm_head()[vocab_map.target_ids],
-        )
-        check_loaders(directory, drafter, wiring, found, verifier)
+        head = verifier.lm_head()[vocab_map.target_ids]
+        forms = servable_forms(drafter, wiring, verifier, **sizes)
+        for form in forms:
+            directory = stage.directory / form.directory
+            if not directory.exists():  # else renamed by a run that stopped before its manifest
+                with publishing_directory(directory) as partial:
+                    write_directory(partial, tensors, form, wiring, verifier)
+                    check_directory(partial, form, table, wiring)
+            # Read back as the next stage will, then held against 04 and the verifier.
+            found = check_directory(directory, form, table, wiring)
+            check_weights(directory / WEIGHTS, found, load_file(trained))
+            check_head(directory / WEIGHTS, found["lm_head.weight"], head)
+            check_verifier(directory, verifier.identity)
+        check_loaders(stage.directory / DRAFTER, drafter, wiring, found, verifier)
 
         show_table(table)
         log("wiring", aux_layer_ids=list(wiring.aux_layer_ids), vocab_map=wiring.vocab_map[:12])
         log("vLLM's config code and speculators' loader read the same", tensors=len(found))
         stage.commit(
-            files=[f"{DRAFTER}/{WEIGHTS}", f"{DRAFTER}/{CONFIG}"],
+            files=[f"{form.directory}/{name}" for form in forms for name in (WEIGHTS, CONFIG)],
             counts={"tensors": len(table), "parameters": num_parameters(table)},
             wiring=wiring,
+            results={"directories": [form.directory for form in forms]},
         )
 
 

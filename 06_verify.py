@@ -27,7 +27,8 @@ import torch
 
 from eagle3.capture import VerifierHead
 from eagle3.engine import Engine
-from eagle3.exported import check_directory
+from eagle3.export import DRAFTER
+from eagle3.exported import check_export
 from eagle3.predict import num_validation_answers, predict, served_answers, validation_answers
 from eagle3.replay import Replay
 from eagle3.report import Measured, build, check_gates, require_pass, write
@@ -37,8 +38,6 @@ from eagle3.script import Invocation, log, run_script, stop_flag
 from eagle3.serve import Lossless, ServedRun, capture_served, compare, missing, serve_sets
 from eagle3.shards import Shard, open_all
 from eagle3.stage import Stage
-
-DRAFTER = "drafter"
 
 
 def main(invocation: Invocation) -> None:
@@ -56,14 +55,7 @@ def main(invocation: Invocation) -> None:
         # First witness: the exported files, before anything is started on them.
         export.verify_checksums()
         drafter = export.directory / DRAFTER
-        check_directory(
-            drafter,
-            config.drafter,
-            export.wiring,
-            draft_vocab_size=config.vocab.draft_vocab_size,
-            vocab_size=verifier.vocab_size,
-            num_speculative_tokens=config.train.ttt_steps,
-        )
+        check_export(export.directory, config, export.wiring, verifier)
         log("files", drafter=drafter, note="every tensor and key is what the config says")
         # Second witness: vLLM, on the same prompts with the drafter and without.
         num_drafted = config.verify.num_speculative_tokens

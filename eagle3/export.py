@@ -1,4 +1,4 @@
-"""The exported drafter: a directory vLLM loads, built beside its place and renamed into it.
+"""The exported drafter: a directory an engine loads, built beside its place and renamed into it.
 
 Most mistakes in such a directory fail without an error in the engines: a tensor left out is
 left uninitialised, a ``head_dim`` left out truncates q, k and v, a ``norm_before_residual`` left
@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,36 @@ from .errors import GateError
 from .files import PARTIAL_SUFFIX, fsync_directory, write_json, write_tensors
 from .verifier import Verifier
 
+DRAFTER = "drafter"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 # Written for people and for a later 06; no engine reads them.
-OWN_KEYS = ("wiring_contract", "verifier_identity")
+OWN_KEYS = ("wiring_contract", "verifier_identity", "verifier")
 
 
-def served_config(
+@dataclass(frozen=True)
+class Form:
+    """One way a drafter lies on disk.
+
+    Attributes:
+        directory: its name under ``05_export``.
+        config: the part of ``config.json`` that decides how the drafter is served.
+        stored_as: a tensor's name in speculators' format -> its name in the file.
+    """
+
+    directory: str
+    config: dict[str, Any]
+    stored_as: Callable[[str], str] = str
+
+
+def speculators_form(
     drafter: DrafterSection,
     wiring: Wiring,
     *,
     draft_vocab_size: int,
     vocab_size: int,
     num_speculative_tokens: int,
-) -> dict[str, Any]:
-    """The part of ``config.json`` that decides how the drafter is served.
+) -> Form:
+    """speculators' format, which vLLM loads.
 
     Keys as vLLM's ``transformers_utils/configs/speculators/algos.py`` reads them. There is no
     top-level ``model_type``: with one, vLLM does not recognise the format. The layer ids are the
@@ -49,7 +66,7 @@ def served_config(
     """
     layer = layer_config(drafter, vocab_size)
     layer["num_aux_hidden_states"] = len(wiring.aux_layer_ids)
-    return {
+    config = {
         "speculators_model_type": "eagle3",
         "architectures": ["Eagle3DraftModel"],
         "transformer_layer_config": layer,
@@ -75,12 +92,13 @@ def served_config(
             ],
         },
     }
+    return Form(DRAFTER, config)
 
 
 def write_directory(
     directory: Path,
     tensors: dict[str, torch.Tensor],
-    served: dict[str, Any],
+    form: Form,
     wiring: Wiring,
     verifier: Verifier,
 ) -> None:
@@ -88,23 +106,23 @@ def write_directory(
 
     Args:
         tensors: as ``serving_tensors`` gives them.
-        served: from ``served_config``.
     """
-    speculators = {
-        **served["speculators_config"],
-        "verifier": {
-            "name_or_path": str(verifier.directory.resolve()),
-            "architectures": verifier.config.get("architectures", []),
-        },
-    }
     config = {
-        **served,
-        "speculators_config": speculators,
-        "speculators_version": importlib.metadata.version("speculators"),
+        **form.config,
         "wiring_contract": wiring.to_json(),
         "verifier_identity": verifier.identity,
     }
-    write_tensors(directory / WEIGHTS, tensors, metadata={"format": "pt"})
+    named = {
+        "name_or_path": str(verifier.directory.resolve()),
+        "architectures": verifier.config.get("architectures", []),
+    }
+    if "speculators_config" in config:
+        config["speculators_config"] = {**config["speculators_config"], "verifier": named}
+        config["speculators_version"] = importlib.metadata.version("speculators")
+    else:
+        config["verifier"] = named
+    stored = {form.stored_as(name): tensor for name, tensor in tensors.items()}
+    write_tensors(directory / WEIGHTS, stored, metadata={"format": "pt"})
     write_json(directory / CONFIG, config)
 
 

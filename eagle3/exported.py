@@ -14,11 +14,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from .config import DrafterSection
+from .config import Config, DrafterSection
 from .contract import Wiring
 from .drafter import BORROWED, rope_parameters, tensor_table
 from .errors import GateError
-from .export import CONFIG, OWN_KEYS, WEIGHTS, served_config
+from .export import CONFIG, OWN_KEYS, WEIGHTS, Form
+from .flat import servable_forms
 from .remote_code import register_config_class
 from .verifier import Verifier
 from .vocab import VocabMap
@@ -32,45 +33,47 @@ _UNCHECKED = (
 )
 
 
+def check_export(directory: Path, config: Config, wiring: Wiring, verifier: Verifier) -> None:
+    """Every form 05 published, against the run's config (``check_directory``).
+
+    Args:
+        directory: ``05_export``.
+    """
+    sizes = {"draft_vocab_size": config.vocab.draft_vocab_size, "vocab_size": verifier.vocab_size}
+    table = tensor_table(config.drafter, num_aux=len(wiring.aux_layer_ids), **sizes)
+    sizes["num_speculative_tokens"] = config.train.ttt_steps
+    for form in servable_forms(config.drafter, wiring, verifier, **sizes):
+        check_directory(directory / form.directory, form, table, wiring)
+        check_verifier(directory / form.directory, verifier.identity)
+
+
 def check_directory(
     directory: Path,
-    drafter: DrafterSection,
+    form: Form,
+    table: dict[str, tuple[tuple[int, ...], torch.dtype]],
     wiring: Wiring,
-    *,
-    draft_vocab_size: int,
-    vocab_size: int,
-    num_speculative_tokens: int,
 ) -> dict[str, torch.Tensor]:
-    """Read an exported drafter back and compare it with the run's config.
+    """Read an exported drafter back and compare it with what it should be.
+
+    Args:
+        table: shape and dtype of each tensor, by speculators' names (``drafter.tensor_table``).
 
     Returns:
-        The tensors, as read.
+        The tensors as read, by speculators' names.
 
     Raises:
         GateError: naming the tensor or the key that is missing, too many, or wrong.
     """
-    served = served_config(
-        drafter,
-        wiring,
-        draft_vocab_size=draft_vocab_size,
-        vocab_size=vocab_size,
-        num_speculative_tokens=num_speculative_tokens,
-    )
-    _check_config(directory / CONFIG, served, wiring)
-    table = tensor_table(
-        drafter,
-        num_aux=len(wiring.aux_layer_ids),
-        draft_vocab_size=draft_vocab_size,
-        vocab_size=vocab_size,
-    )
+    _check_config(directory / CONFIG, form.config, wiring)
+    path = directory / WEIGHTS
     try:
-        tensors = load_file(directory / WEIGHTS)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _wrong(directory / WEIGHTS, "a readable safetensors file", error) from error
-    _check_tensors(directory / WEIGHTS, tensors, table)
+        raise _wrong(path, "a readable safetensors file", error) from error
+    _check_tensors(path, tensors, {form.stored_as(name): row for name, row in table.items()})
     if "d2t" in table:
-        _check_map(directory / WEIGHTS, VocabMap(tensors["d2t"], tensors["t2d"]), wiring)
-    return tensors
+        _check_map(path, VocabMap(tensors["d2t"], tensors["t2d"]), wiring)
+    return {name: tensors[form.stored_as(name)] for name in table}
 
 
 def _check_config(path: Path, served: dict[str, Any], wiring: Wiring) -> None:
@@ -141,6 +144,42 @@ def _check_map(path: Path, found: VocabMap, wiring: Wiring) -> None:
         )
     if found.digest != wiring.vocab_map:
         raise _wrong(f"{path}: d2t", f"the trained map, {wiring.vocab_map}", found.digest)
+
+
+def check_weights(
+    path: Path, found: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]
+) -> None:
+    """The exported tensors are 04's, each rounded once.
+
+    Args:
+        found: by speculators' names, as exported.
+        trained: 04's float32 state dict.
+
+    Raises:
+        GateError: naming a tensor that was changed on the way.
+    """
+    for name, tensor in found.items():
+        if not torch.equal(tensor, trained[name].to(tensor.dtype)):
+            num_other = int((tensor != trained[name].to(tensor.dtype)).sum())
+            says = f"{num_other} of {tensor.numel()} values are others"
+            raise _wrong(f"{path}: {name}", "04's values", says)
+
+
+def check_verifier(directory: Path, identity: dict[str, str]) -> None:
+    """The drafter was made for this verifier, not for another of the same shape.
+
+    Args:
+        identity: the verifier's (``Verifier.identity``).
+
+    Raises:
+        GateError: naming the part that differs.
+    """
+    path = directory / CONFIG
+    found = json.loads(path.read_text(encoding="utf-8")).get("verifier_identity", {})
+    for part, expected in identity.items():
+        if found.get(part) != expected:
+            where = f"{path}: verifier_identity.{part}"
+            raise _wrong(where, f"this verifier's, {expected}", repr(found.get(part, _ABSENT)))
 
 
 def check_head(path: Path, head: torch.Tensor, verifier_rows: torch.Tensor) -> None:

@@ -40,7 +40,7 @@ STAGES = {
             ("drafter", "train"),
             ("01_data", "02_hidden", "03_vocab"),
         ),
-        StageSpec("05_export", "05_export.py", 1, (), ("03_vocab", "04_train")),
+        StageSpec("05_export", "05_export.py", 2, (), ("03_vocab", "04_train")),
         StageSpec(
             "06_verify", "06_verify.py", 1, ("verify",), ("01_data", "02_hidden", "05_export")
         ),

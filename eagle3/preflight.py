@@ -19,10 +19,11 @@ from .contract import Wiring
 from .disk import require_room
 from .drafter import BORROWED, num_parameters, speculators_config, tensor_table
 from .engine import max_model_len
-from .errors import NoRoomError
+from .errors import ConfigError, NoRoomError
 from .family import kv_bytes_per_token
 from .files import format_bytes
 from .fingerprint import STAGES
+from .flat import written_layer_ids
 from .machine import gpus
 from .script import Invocation, log
 from .selection import check_config
@@ -56,6 +57,7 @@ def check(config: Config, stage: str, invocation: Invocation) -> None:
     check_config(config, verifier)
     wiring = Wiring.at_capture(config, verifier)
     log("wiring", aux_layer_ids=list(wiring.aux_layer_ids), last=verifier.num_layers)
+    _say_sglang(config, wiring, verifier)
     Chat.open(verifier, config.data.chat_template_kwargs)
     forced = forced_ids(verifier, config.vocab.forced_tokens)
     log("template", opens="and its turns end where generation stops", forced_tokens=forced)
@@ -94,6 +96,16 @@ def show_table(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         shown = str(dtype).removeprefix("torch.")
         log(f"{name:42}", shape=list(shape), dtype=shown, size=format_bytes(num_bytes))
     log("total", parameters=f"{num_parameters(table):,}", size=format_bytes(total_bytes))
+
+
+def _say_sglang(config: Config, wiring: Wiring, verifier: Verifier) -> None:
+    """Whether 05 will have a directory for SGLang: too late to change once states are captured."""
+    try:
+        written_ids = written_layer_ids(config.drafter, wiring, verifier.text_config)
+    except ConfigError as error:
+        log("there will be no directory for SGLang; vLLM's is not concerned", why=str(error))
+    else:
+        log("SGLang", writes_aux_layer_ids=written_ids)
 
 
 def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> None:

@@ -29,10 +29,11 @@ from safetensors import SafetensorError, safe_open
 from .config import DrafterSection
 from .contract import Wiring
 from .errors import ConfigError, GateError
+from .export import CONFIG
 from .findings import Finding, Header, config_findings, tensor_findings
+from .flat import speculators_name
 from .verifier import Verifier
 
-CONFIG = "config.json"
 FLAT_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 # llama_eagle3.py reads this where the config names no layers (in vLLM and in SGLang).
 _REQUIRED = (
@@ -243,7 +244,7 @@ def _read_headers(directory: Path) -> tuple[dict[str, Header], dict[str, tuple[P
             with safe_open(path, framework="pt") as file:
                 for stored_name in file.keys():
                     part = file.get_slice(stored_name)
-                    name = stored_name.replace("midlayer.", "layers.0.")
+                    name = speculators_name(stored_name)
                     headers[name] = (tuple(part.get_shape()), part.get_dtype())
                     places[name] = (path, stored_name)
         except (OSError, SafetensorError) as error:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from eagle3.config import DrafterSection, VerifierSection
 from eagle3.contract import ALIGNMENT, LAST_STATE, LAYER_CONVENTION, Wiring
 from eagle3.drafter import BORROWED, build, speculators_config, tensor_table
-from eagle3.export import served_config, serving_tensors, write_directory
+from eagle3.export import Form, serving_tensors, speculators_form, write_directory
+from eagle3.flat import flat_form
 from eagle3.verifier import Verifier
 from eagle3.vocab import VocabMap
 
@@ -114,13 +115,21 @@ class Drafter:
         state = self.model.state_dict().items()
         return {name: tensor.contiguous() for name, tensor in state if name not in BORROWED}
 
-    def export(self, directory: Path) -> Path:
+    @property
+    def form(self) -> Form:
+        return speculators_form(self.section, self.wiring, **self.sizes)
+
+    @property
+    def flat(self) -> Form:
+        return flat_form(self.section, self.wiring, self.verifier.text_config, **self.sizes)
+
+    def export(self, directory: Path, form: Form | None = None) -> Path:
+        """Write it as 05 does, in speculators' form unless told otherwise."""
         directory.mkdir()
         checkpoint = directory.with_suffix(".best")
         save_file(self.state_dict(), checkpoint)
         tensors = serving_tensors(checkpoint, self.table)
-        served = served_config(self.section, self.wiring, **self.sizes)
-        write_directory(directory, tensors, served, self.wiring, self.verifier)
+        write_directory(directory, tensors, form or self.form, self.wiring, self.verifier)
         return directory
 
 

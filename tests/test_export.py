@@ -28,7 +28,7 @@ def exported(drafter, tmp_path_factory) -> Path:
 
 
 def check(drafter: Drafter, directory: Path) -> dict[str, torch.Tensor]:
-    return check_directory(directory, drafter.section, drafter.wiring, **drafter.sizes)
+    return check_directory(directory, drafter.form, drafter.table, drafter.wiring)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_another_map_than_the_trained_one_is_refused(tiny_verifier_dir, exported
     other = Drafter.random(open_verifier(tiny_verifier_dir), seed=1)
     assert other.sizes == drafter.sizes
     with pytest.raises(GateError, match="d2t|wiring_contract"):
-        check_directory(exported, other.section, other.wiring, **other.sizes)
+        check_directory(exported, other.form, other.table, other.wiring)
 
 
 def test_loaders_notice_another_value(drafter, exported, tmp_path):
