@@ -1,11 +1,12 @@
 """Capture on a verifier of Kimi's kind: MLA, experts, a text model inside a multimodal one.
 
-The reference is transformers' DeepSeek-V3 (the same decoder under other tensor names). The INT4
-form runs nowhere here: what is shown is that its experts, decompressed, are the bfloat16 form's.
-INT4 kernels only a GPU can show.
+The reference is transformers' DeepSeek-V3 (the same decoder under other tensor names), and vLLM's
+own path for hidden states, on the same engine settings. The INT4 form runs nowhere here: what is
+shown is that its experts, decompressed, are the bfloat16 form's. INT4 kernels only a GPU can show.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from eagle3.capture import VerifierHead, capture_rows
 from eagle3.config_file import load_config
 from eagle3.contract import Wiring
-from eagle3.engine import Engine
+from eagle3.engine import Engine, Sampling
 from eagle3.errors import ConfigError
 from eagle3.verifier import Verifier
 from tools.decompress_experts import decompress_directory
@@ -138,6 +139,57 @@ def test_every_layer_is_within_rounding_in_bfloat16(bf16_shard, reference):
     found = [*states.aux_hidden_states.float().unbind(1), states.last_hidden_states.float()]
     for earlier, later in zip(found, found[1:], strict=False):
         assert float((later - earlier).norm() / later.norm()) > 0.1
+
+
+def test_states_are_those_vllm_itself_extracts(tiny_kimi_dir, bf16_shard, tmp_path, monkeypatch):
+    """Bit for bit: the same batches went through the same kernels, and each path only copies.
+
+    vLLM's path (speculative method ``extract_hidden_states`` and its connector) has the states
+    written into a KV cache by slot and read back by block; ours is a hook on ``execute_model``.
+    """
+    import vllm
+
+    layer_ids = [*AUX_LAYER_IDS, 5]
+    monkeypatch.setattr(
+        vllm,
+        "LLM",
+        partial(
+            vllm.LLM,
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,  # the only number it takes; rows end before any
+                "draft_model_config": {
+                    "hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}
+                },
+            },
+            kv_transfer_config={
+                "kv_connector": "CpuHiddenStatesConnector",
+                "kv_connector_module_path": "tests.cpu_connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {
+                    "shared_storage_path": str(tmp_path),
+                    "use_synchronization_lock": False,
+                },
+            },
+        ),
+    )
+    config = config_for(tiny_kimi_dir)
+    verifier = Verifier.open(config.verifier)
+    rows = rows_of(verifier)
+    engine = Engine(config, verifier)
+    one_token = Sampling(temperature=0, max_new_tokens=1)
+    assert len(list(engine.generate(rows, one_token))) == len(rows)
+    # The connector hears of a request's end one step later: the last rows' in this one.
+    list(engine.generate([[1]], one_token))
+    engine.close()
+
+    theirs = {int(path.name.split("-")[0]): load_file(path) for path in tmp_path.iterdir()}
+    assert sorted(theirs) == list(range(len(rows)))
+    for index, row in enumerate(rows):
+        ours = bf16_shard.row(index)
+        assert theirs[index]["token_ids"].tolist() == ours.input_ids.tolist() == row
+        states = torch.cat([ours.aux_hidden_states, ours.last_hidden_states[:, None]], dim=1)
+        assert torch.equal(theirs[index]["hidden_states"], states), index
 
 
 def test_decompressed_experts_give_the_same_states(plain_dir, bf16_shard, tmp_path):
