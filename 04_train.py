@@ -35,10 +35,10 @@ from eagle3.vocab import VocabMap
 
 
 def main(invocation: Invocation) -> None:
+    if invocation.check:  # before a GPU is touched
+        return check(invocation.load_config(), "04_train", invocation)
     ranks = Ranks.join()
     config = ranks.agree(invocation.load_config)
-    if invocation.check:
-        return check(config, "04_train", invocation)
     with ranks, Stage(config, "04_train", invocation, ranks) as stage:
         if stage.done:
             return

