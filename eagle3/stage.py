@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -120,15 +121,20 @@ class Stage:
         """Start from nothing; the old output stays beside until ``commit`` has published."""
         finished = (self.directory / MANIFEST).exists()
         if self._aside.exists() and not finished:  # an interrupted --redo: keep what it set aside
-            shutil.rmtree(self.directory)
+            self._discard(self.directory)
         elif finished or (self.directory / FINGERPRINT).exists():
-            self._drop_aside()
+            self._discard(self._aside)
             os.rename(self.directory, self._aside)
         self.directory.mkdir(exist_ok=True)
 
-    def _drop_aside(self) -> None:
-        if self._aside.exists():
-            shutil.rmtree(self._aside)
+    def _discard(self, directory: Path) -> None:
+        """Delete a directory whole: a kill leaves no half of it under a name that is looked at."""
+        trash = self.config.run_dir / f".{self.name}.discarded"
+        if trash.exists():
+            shutil.rmtree(trash)
+        if directory.exists():
+            os.rename(directory, trash)
+            shutil.rmtree(trash)
 
     def _compare_with_disk(self) -> None:
         finished = (self.directory / MANIFEST).is_file()
@@ -145,7 +151,7 @@ class Stage:
             log("judged by other gates, nothing is measured again", changed=error.found)
             return
         if finished:
-            self._drop_aside()  # an earlier --redo died between its manifest and this
+            self._discard(self._aside)  # an earlier --redo died between its manifest and this
             self.done = True
             log("already done", output=self.directory)
             self.say_next()
@@ -155,6 +161,7 @@ class Stage:
         manifest = read_manifest(self.directory, self.spec, self.invocation)
         require_files(self.directory, manifest, self.invocation)
         Artifact(self.directory, manifest).verify_checksums()
+        write_json(self.directory / FINGERPRINT, self.fingerprint)
         (self.directory / MANIFEST).unlink()
 
     def _forget(self, *, keep_workers: bool) -> None:
@@ -204,7 +211,7 @@ class Stage:
                 self._write_manifest(files, counts, wiring, results or {}, checksums or {})
             self._opened = {}  # read anew, as the next stage will
             artifact = open_artifact(self.config, self.name, self.invocation, self._opened)
-            self._drop_aside()
+            self._discard(self._aside)
             log.path = None  # nothing more to note
             self._forget(keep_workers=False)
         log(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from eagle3 import fingerprint as fingerprint_module
 from eagle3.config_file import load_config
 from eagle3.files import write_text
 from eagle3.fingerprint import STAGES
-from tests.runs import Run
+from tests.runs import Run, start_script
 
 
 def _last_line(capsys) -> str:
@@ -181,3 +183,103 @@ def test_a_redo_that_died_after_publishing_loses_nothing(run):
 def test_redo_of_nothing_is_a_first_run(run):
     run.make(redo=True)
     assert not _old(run).exists()
+
+
+def test_a_redo_killed_while_it_throws_a_half_away_reuses_nothing_of_it(run, monkeypatch):
+    run.make(text="old rows")
+    with run.stage(redo=True) as stage:
+        write_text(stage.directory / "part-0", "of the first redo")
+
+    def cut_short(path: Path) -> None:
+        (path / "fingerprint.json").unlink()  # what said from what it was made goes first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", cut_short)
+    with pytest.raises(KeyboardInterrupt), run.stage(redo=True):
+        pass
+    monkeypatch.undo()
+    with run.stage() as stage:
+        assert not (stage.directory / "part-0").exists()
+        assert (_old(run) / "rows.txt").read_text() == "old rows"
+        stage.commit(files=[], counts={})
+    assert sorted(path.name for path in run.config.run_dir.glob("*01_data*")) == [
+        ".01_data.lock",
+        ".01_data.turn.lock",
+        "01_data",
+    ]
+
+
+REDO = (
+    "from eagle3.stage import Stage\n"
+    "from eagle3.files import write_text\n"
+    "with Stage(invocation.load_config(), '01_data', invocation) as stage:\n"
+    "    print('entered', flush=True)\n"
+    "    if not stage.done:\n"
+    "        for part in range(10):\n"
+    "            write_text(stage.directory / f'part-{part}', 'new')\n"
+    "        write_text(stage.directory / 'rows.txt', f'rows of {os.getpid()}')\n"
+    "        stage.commit(files=['rows.txt'], counts={})\n"
+)
+
+
+def test_a_redo_killed_anywhere_never_leaves_less_than_one_whole_output(run, tmp_path):
+    seed = 5
+    moments = random.Random(seed)
+    run.make(text="old rows")
+    published = 0
+    for _ in range(8):
+        process = start_script(tmp_path, REDO, run.path, "--redo")
+        process.stdout.readline()
+        time.sleep(moments.random() * 0.1)
+        process.kill()
+        process.communicate()
+        whole = [
+            directory
+            for directory in (run.config.run_dir / "01_data", _old(run))
+            if (directory / "manifest.json").is_file() and (directory / "rows.txt").is_file()
+        ]
+        assert whole, f"seed {seed}"
+        published += (whole[0] / "rows.txt").read_text() == f"rows of {process.pid}"
+    print(f"of 8 redos killed (seed {seed}) {published} had published")
+    process = start_script(tmp_path, REDO, run.path)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert run.open().path("rows.txt").is_file() and not _old(run).exists()
+
+
+# --- judged again ---
+
+
+def test_other_gates_keep_what_was_measured(write_config, capsys):
+    """06 is entered again with everything in place; only a verdict is missing."""
+    Run(write_config).make_all()
+    other = Run(write_config, ("verify.gates.max_predicted_served_gap=0.5",))
+    before = other.files()
+    with other.stage("06_verify") as stage:
+        assert not stage.done and (stage.directory / "rows.txt").read_text() == "rows"
+        assert "max_predicted_served_gap: 0.03 -> 0.5" in capsys.readouterr().out
+        assert not (stage.directory / "manifest.json").exists()
+        stage.commit(files=["rows.txt"], counts={})
+    with other.stage("06_verify") as stage:
+        assert stage.done
+    after = other.files()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {
+        f"06_verify/{name}" for name in ("manifest.json", "fingerprint.json", "config.yaml")
+    }
+
+
+def test_other_gates_do_not_hide_another_change(write_config):
+    Run(write_config).make_all()
+    sets = ("verify.gates.max_predicted_served_gap=0.5", "verify.concurrency=2")
+    assert "verify.concurrency: 8 -> 2" in Run(write_config, sets).refused("06_verify").found
+
+
+@pytest.mark.parametrize("damage", ["swor", "ro", None])
+def test_damaged_measurements_are_not_judged(damage, write_config):
+    Run(write_config).make_all()
+    other = Run(write_config, ("verify.gates.max_predicted_served_gap=0.5",))
+    rows = other.config.run_dir / "06_verify" / "rows.txt"
+    rows.write_text(damage) if damage else rows.unlink()
+    assert other.refused("06_verify").where == str(rows)
+    assert (rows.parent / "manifest.json").is_file()
