@@ -30,13 +30,7 @@ from eagle3.export import (
     serving_tensors,
     write_directory,
 )
-from eagle3.exported import (
-    check_directory,
-    check_head,
-    check_loaders,
-    check_verifier,
-    check_weights,
-)
+from eagle3.exported import check_loaders, check_written
 from eagle3.flat import servable_forms
 from eagle3.preflight import check, show_table
 from eagle3.script import Invocation, log, run_script
@@ -68,19 +62,15 @@ def main(invocation: Invocation) -> None:
         # Drafted tokens by default: as many as training unrolled.
         sizes["num_speculative_tokens"] = config.train.ttt_steps
 
-        head = verifier.lm_head()[vocab_map.target_ids]
         forms = servable_forms(drafter, wiring, verifier, **sizes)
         for form in forms:
             directory = stage.directory / form.directory
+            meant = (form, table, wiring, load_file(trained), verifier)
             if not directory.exists():  # else renamed by a run that stopped before its manifest
                 with publishing_directory(directory) as partial:
                     write_directory(partial, tensors, form, wiring, verifier)
-                    check_directory(partial, form, table, wiring)
-            # Read back as the next stage will, then held against 04 and the verifier.
-            found = check_directory(directory, form, table, wiring)
-            check_weights(directory / WEIGHTS, found, load_file(trained))
-            check_head(directory / WEIGHTS, found["lm_head.weight"], head)
-            check_verifier(directory, verifier.identity)
+                    check_written(partial, *meant)
+            found = check_written(directory, *meant)  # as the next stage will read it
         check_loaders(stage.directory / DRAFTER, drafter, wiring, found, verifier)
 
         show_table(table)

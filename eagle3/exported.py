@@ -146,6 +146,36 @@ def _check_map(path: Path, found: VocabMap, wiring: Wiring) -> None:
         raise _wrong(f"{path}: d2t", f"the trained map, {wiring.vocab_map}", found.digest)
 
 
+def check_written(
+    directory: Path,
+    form: Form,
+    table: dict[str, tuple[tuple[int, ...], torch.dtype]],
+    wiring: Wiring,
+    trained: dict[str, torch.Tensor],
+    verifier: Verifier,
+) -> dict[str, torch.Tensor]:
+    """``check_directory``, and the values: 04's, the verifier's head, this very verifier.
+
+    Args:
+        trained: 04's float32 state dict.
+
+    Returns:
+        The tensors as read, by speculators' names.
+
+    Raises:
+        GateError: naming the tensor or the key.
+    """
+    found = check_directory(directory, form, table, wiring)
+    path = directory / WEIGHTS
+    check_verifier(directory, verifier.identity)
+    head = verifier.lm_head()
+    if "d2t" in found:
+        head = head[VocabMap(found["d2t"], found["t2d"]).target_ids]
+    check_head(path, found["lm_head.weight"], head)
+    check_weights(path, found, trained)
+    return found
+
+
 def check_weights(
     path: Path, found: dict[str, torch.Tensor], trained: dict[str, torch.Tensor]
 ) -> None:

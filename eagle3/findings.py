@@ -62,7 +62,8 @@ def config_findings(
         geometry = [replace(row, key=f"transformer_layer_config.{row.key}") for row in geometry]
     return [
         *geometry,
-        *_layers(form, config, layer, layer_ids, verifier),
+        *_layers(form, config, layer, headers, layer_ids, verifier),
+        *_vocabulary(config, layer, headers),
         *(_speculators_keys(config, layer) if form == "speculators" else _flat_keys(config)),
     ]
 
@@ -71,12 +72,12 @@ def _geometry(
     layer: dict[str, Any], headers: dict[str, Header], verifier: Verifier
 ) -> list[Finding]:
     found = []
-    if layer.get("head_dim") is None:
-        heads = layer["num_attention_heads"]
-        derived = layer["hidden_size"] // heads
-        q_rows = headers.get("layers.0.self_attn.q_proj.weight", ((heads * derived,), ""))[0][0]
-        says = f"{ABSENT}: derived as {derived}, q_proj is {q_rows // heads} wide a head"
-        found.append(Finding("head_dim", "the width of a head", says, q_rows != heads * derived))
+    heads, head_dim = layer["num_attention_heads"], layer.get("head_dim")
+    served = head_dim or layer["hidden_size"] // heads
+    width = _rows(headers, "layers.0.self_attn.q_proj.weight", heads * served) // heads
+    if head_dim is None or served != width:
+        says = str(head_dim) if head_dim else f"{ABSENT}: derived as {served}"
+        found.append(Finding("head_dim", f"{width}, q_proj's rows a head", says, served != width))
     defaults = {"num_key_value_heads": "num_attention_heads", "rms_norm_eps": "1e-6"}
     for key, default in defaults.items():
         if layer.get(key) is None:
@@ -111,10 +112,16 @@ def _geometry(
     return found
 
 
+def _rows(headers: dict[str, Header], name: str, default: int) -> int:
+    """Rows of a tensor; the default where it is missing, which is a finding of its own."""
+    return headers[name][0][0] if name in headers else default
+
+
 def _layers(
     form: str,
     config: dict[str, Any],
     layer: dict[str, Any],
+    headers: dict[str, Header],
     layer_ids: list[int],
     verifier: Verifier,
 ) -> list[Finding]:
@@ -128,6 +135,10 @@ def _layers(
     if sorted(set(layer_ids)) != layer_ids or not (1 <= layer_ids[0] and layer_ids[-1] <= last):
         says = f"{layer_ids}: vLLM sorts, drops or refuses these"
         found.append(Finding(key, f"ascending ids from 1 to {last}", says, True))
+    if "fc.weight" in headers:
+        num_states = headers["fc.weight"][0][-1] // layer["hidden_size"]
+        if num_states != len(layer_ids):
+            found.append(Finding(key, f"{num_states} ids, as fc reads", f"{layer_ids}", True))
     count = layer.get("num_aux_hidden_states")
     # vLLM counts from num_aux_hidden_states, else from eagle_config, else takes three.
     served = count or (len(nested) if nested else 3)
@@ -141,6 +152,19 @@ def _layers(
             key = f"eagle_config.{key}"
             found.append(Finding(key, "ids both engines read as the same layers", says, False))
     return found
+
+
+def _vocabulary(
+    config: dict[str, Any], layer: dict[str, Any], headers: dict[str, Header]
+) -> list[Finding]:
+    size = config.get("draft_vocab_size")
+    if size is None:
+        says = f"{ABSENT}: vLLM takes vocab_size, SGLang stops"
+        return [Finding("draft_vocab_size", "rows of lm_head", says, False)]
+    rows = _rows(headers, "lm_head.weight", size)
+    if rows != size:
+        return [Finding("draft_vocab_size", f"{rows}, rows of lm_head", str(size), True)]
+    return []
 
 
 def _speculators_keys(config: dict[str, Any], layer: dict[str, Any]) -> list[Finding]:
@@ -175,9 +199,6 @@ def _flat_keys(config: dict[str, Any]) -> list[Finding]:
     if config["architectures"] != ["LlamaForCausalLMEagle3"]:
         says = f"{config['architectures']}: SGLang knows the first name only"
         found.append(Finding("architectures", "['LlamaForCausalLMEagle3']", says, False))
-    if config.get("draft_vocab_size") is None:
-        says = f"{ABSENT}: vLLM takes vocab_size, SGLang stops"
-        found.append(Finding("draft_vocab_size", "rows of lm_head", says, False))
     if config.get("norm_before_residual"):
         says = "true: SGLang does not implement it"
         found.append(Finding("norm_before_residual", "false for both engines", says, False))
