@@ -46,7 +46,8 @@ class Progress:
         self.done += num_units
         now_s = time.monotonic()
         if log.bar is not None:
-            log.bar.set_postfix({key: show_value(value) for key, value in values.items()})
+            shown = {key: show_value(value) for key, value in values.items()}
+            log.bar.set_postfix(shown, refresh=False)
             log.bar.update(num_units)
         if now_s - self.noted_s >= _NOTE_EVERY_S:
             self.noted_s = now_s
@@ -64,9 +65,7 @@ class Progress:
 
     def close(self) -> None:
         self._note()
-        if log.bar is not None:
-            log.bar.close()
-            log.bar = None
+        log.end_bar()
 
     def _note(self) -> None:
         path = log.beside(PROGRESS)

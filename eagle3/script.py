@@ -137,6 +137,11 @@ class Log:
             self.bar.refresh()
         self.to_file(line)
 
+    def end_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
     def quietly(self, message: str, **values: Any) -> None:
         """A line for the log file alone: the screen shows it in another way."""
         self.to_file(self._line(message, values))
@@ -213,6 +218,7 @@ def exit_after(main: Callable[[Invocation], None], invocation: Invocation) -> No
     try:
         main(invocation)
     except PipelineError as error:
+        log.end_bar()
         log.to_file(traceback.format_exc())
         code = error.exit_code
         log.muted = error.told
@@ -227,6 +233,7 @@ def exit_after(main: Callable[[Invocation], None], invocation: Invocation) -> No
         for part, text in told.items():
             log(f"{part:<9} {text}")
     except BaseException as error:
+        log.end_bar()
         if stop_flag.signal_name is None and not isinstance(error, Interrupted):
             if isinstance(error, SystemExit):
                 raise

@@ -81,11 +81,9 @@ def start_script(
     )
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     path.write_text(f"{imports}def main(invocation):\n{lines}run_script(main, 'A script.')\n")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
         [sys.executable, str(path), str(config), *flags],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **popen,
+        **{**streams, **popen},
     )
