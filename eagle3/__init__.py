@@ -2,8 +2,10 @@
 
 Modules, lowest floor first; imports point down only:
 
-ground   errors, files, disk, config, config_file, script, verifier, contract, artifact, stage
+ground   errors, files, disk, machine, config, config_file, workers, locks, script, progress,
+         verifier, contract, fingerprint, artifact, run_state, ranks, stage
 floor 1  rows, shards, messages, chat, corpus, vocab, drafter, acceptance, summary
 floor 2  engine, vllm_cpu, worker, capture, batches, ttt, replay, predict, answers, selection
 floor 3  loop, export, exported, serve, report, pictures
+top      the six scripts, status
 """

@@ -97,7 +97,7 @@ def _look_at(
         return wrong
     failed = [
         note
-        for note in _notes(directory, ENDED)
+        for _, note in _notes(directory, ENDED)
         if note["code"] not in (EXIT_DONE, EXIT_INTERRUPTED)
     ]
     if not failed:
@@ -145,28 +145,31 @@ def _what_is_wrong(
 def _progress(directory: Path, at_work: list[str]) -> list[str]:
     """How far each process of a stage is, or was: a line each."""
     lines, silent = [], list(at_work)
-    for note in _notes(directory, PROGRESS):
+    for path, note in _notes(directory, PROGRESS):
         line = f"{note['done']}/{note['total']} {note['unit']}"
-        holder = next((holder for holder in at_work if holder.endswith(note["by"])), None)
+        worker = path.stem.partition(".worker-")[2]
+        begin, end = f"worker {worker}/" if worker else "pid ", note["by"]
+        holder = next((h for h in silent if h.startswith(begin) and h.endswith(end)), None)
         if holder is not None:
             silent.remove(holder)
+            line = f"{holder}: {line}"
+            if note["rate"] > 0:
+                left_s = (note["total"] - note["done"]) / note["rate"]
+                line += f", {note['rate']:.4g}/s, {timedelta(seconds=round(left_s))} left"
             age_s = time.time() - note["unix_s"]
-            left = timedelta(
-                seconds=round((note["total"] - note["done"]) / max(note["rate"], 1e-9))
-            )
-            line = f"{holder}: {line}, {note['rate']:.4g}/s, {left} left"
             line += f", {age_s:.0f} s ago" if age_s > _SILENT_S else ""
         lines.append(line)
     return [*lines, *silent]
 
 
 def _how_it_ended(directory: Path) -> str:
-    codes = {note["code"] for note in _notes(directory, ENDED)}
+    codes = {note["code"] for _, note in _notes(directory, ENDED)}
     if EXIT_INTERRUPTED in codes:
         return "stopped"
     return "the parts of other workers are missing" if codes else "ended without a word: killed?"
 
 
-def _notes(directory: Path, what: str) -> list[dict[str, Any]]:
-    """What the processes of a stage noted, the readable ones."""
-    return [note for path in sorted(directory.glob(f"{what}*.json")) if (note := read_note(path))]
+def _notes(directory: Path, what: str) -> list[tuple[Path, dict[str, Any]]]:
+    """What each process of a stage noted, the readable ones."""
+    paths = sorted(directory.glob(f"{what}*.json"))
+    return [(path, note) for path in paths if (note := read_note(path))]

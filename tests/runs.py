@@ -33,11 +33,11 @@ class Run:
     def config(self) -> Config:
         return load_config(self.path, self.overrides)
 
-    def invocation(self, **flags: bool) -> Invocation:
+    def invocation(self, **flags: Any) -> Invocation:
         flags = {"check": False, "redo": False, **flags}
         return Invocation("01_prepare_data.py", self.path, self.overrides, **flags)
 
-    def stage(self, name: str = "01_data", **flags: bool) -> Stage:
+    def stage(self, name: str = "01_data", **flags: Any) -> Stage:
         return Stage(self.config, name, self.invocation(**flags))
 
     def make(self, name: str = "01_data", text: str = "rows", **flags: bool) -> Artifact:

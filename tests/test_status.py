@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from eagle3.errors import EXIT_STALE
+from eagle3.progress import Progress
 from eagle3.run_state import look, next_step
+from eagle3.workers import Worker
 from tests.runs import ROOT, Run, start_script
 
 
@@ -107,6 +109,23 @@ def test_at_work_then_killed_then_gone_on(run, tmp_path):
         assert state(run, "01_data") == f"running: 16/80 answers; pid {os.getpid()} on " + (
             os.uname().nodename
         )
+
+
+def test_at_work_on_a_great_deal_of_which_nothing_is_done(run):
+    with run.stage():
+        Progress(6_000_000_000, "tokens")
+        me = f"pid {os.getpid()} on {os.uname().nodename}"
+        assert state(run, "01_data") == f"running: {me}: 0/6000000000 tokens"
+
+
+def test_workers_each_have_their_line(run, tmp_path):
+    with run.stage(worker=Worker(0, 3)):
+        Progress(50, "tokens", done=10)
+    with run.stage(worker=Worker(1, 3)):
+        me = f"pid {os.getpid()} on {os.uname().nodename}"
+        assert state(run, "01_data") == f"running: 10/50 tokens; worker 1/3: {me}"
+        Progress(40, "tokens")
+        assert state(run, "01_data").endswith(f"; worker 1/3: {me}: 0/40 tokens")
 
 
 def test_stopped_by_a_signal(run, tmp_path):
