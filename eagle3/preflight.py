@@ -114,6 +114,7 @@ def _check_sources(config: Config, chats: list[Chat]) -> None:
 def _sample(source: Source) -> list[Conversation]:
     """A source's first conversations; none of a hub dataset, as opening it would download it."""
     if isinstance(source, HubSource):
+        log("not opened: that downloads it", name=source.name, path=source.path)
         return []
     most = min(source.max_conversations or _SAMPLE_CONVERSATIONS, _SAMPLE_CONVERSATIONS)
     return read_source(source.model_copy(update={"max_conversations": most}))

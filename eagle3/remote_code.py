@@ -50,7 +50,7 @@ def register_config_class(directory: Path, config: dict[str, Any]) -> None:
 
 def _config_code(config: dict[str, Any]) -> Any:
     """What ``auto_map`` names, if transformers has no class for the type (for Kimi it has)."""
-    code = config.get("auto_map", {}).get("AutoConfig")
+    code = (config.get("auto_map") or {}).get("AutoConfig")
     if code is None:
         return None
     from transformers import CONFIG_MAPPING
