@@ -82,7 +82,7 @@ def compare(
     for name in ("speculators", "ours"):
         model = fresh_drafter(config, vocab)
         if name == "ours":
-            step = TTTStep(model, ttt_step_loss_decay=decay)
+            step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=decay)
             laid_out = [collate(rows, steps) for rows in batches]
             forward = lambda batch: step(batch).loss  # noqa: E731
         else:

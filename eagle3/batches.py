@@ -7,14 +7,15 @@ the MLP are only needed where something is supervised; every position gives keys
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from .attention import RowSpans
 from .errors import StaleInputError
 from .plan import share_of
 from .ranks import ALONE, Ranks
@@ -30,13 +31,10 @@ class Batch:
 
     Attributes:
         aux_hidden_states: ``[M, A * hidden]``, the verifier's dtype.
-        input_ids: int64 ``[K, M]``; ``[k, t]`` is token t+1+k (0 beyond the row's end).
+        input_ids: int64 ``[M]``; position t embeds token t+1.
         position_ids: int64 ``[M]``, t+1 within the row (speculators counts from 1; RoPE is
             relative, so a uniform shift changes nothing).
-        key_index: int64 ``[B, L]``, the row's positions among M, padded with 0.
-        query_index: int64 ``[B, Q]``, the row's supervised positions among S, padded with 0.
-        query_slot: int64 ``[S]``, where each supervised position lies in the flattened [B, Q].
-        attention_mask: bool ``[B, 1, Q, L]``, True where a query may look.
+        rows: which keys each row's queries may see.
         supervised: int64 ``[S]``, supervised positions among M (those of TTT step 0).
         valid: bool ``[K, S]``, supervised at TTT step k.
         divisors: float32 ``[K]``, what the sum over valid positions is divided by: their number.
@@ -45,7 +43,8 @@ class Batch:
             that only keeps its process company (``plan.share_of``).
         last_hidden_states: ``[S, hidden]``, the verifier's last state of token t+1: it predicts
             t+2, and step k's target for position t is entry ``target_index[k]``.
-        target_index: int64 ``[K, S]``, entry holding position t+k (itself where not valid).
+        target_index: int64 ``[K, S]``, entry holding position t+k (itself where not valid): its
+            target, and the token it embeds, are what step k needs at position t.
         next_token_ids: int64 ``[K, S]``, token t+2+k of the row (-1 beyond its end).
         answer_lengths: supervised positions of each answer, in order (for ``walk``).
     """
@@ -53,10 +52,7 @@ class Batch:
     aux_hidden_states: torch.Tensor
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    key_index: torch.Tensor
-    query_index: torch.Tensor
-    query_slot: torch.Tensor
-    attention_mask: torch.Tensor
+    rows: RowSpans
     supervised: torch.Tensor
     valid: torch.Tensor
     divisors: torch.Tensor
@@ -68,17 +64,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Tokens of the rows, prompts included."""
-        return len(self.position_ids) + len(self.key_index)
+        return len(self.position_ids) + len(self.rows.num_keys)
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; copies are asynchronous from pinned memory."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            if isinstance(value := getattr(self, field.name), torch.Tensor)
-            else value
-            for field in fields(self)
-        }
-        return Batch(**moved)
+        return _on_tensors(self, lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """The batch in pinned memory."""
+        return _on_tensors(self, torch.Tensor.pin_memory)
 
 
 @dataclass(frozen=True)
@@ -89,6 +83,18 @@ class Row:
     loss_mask: torch.Tensor
     aux_hidden_states: torch.Tensor
     last_hidden_states: torch.Tensor
+
+
+def _on_tensors(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A dataclass with the function applied to its tensors, those of dataclasses in it too."""
+    changed = {}
+    for field in fields(value):
+        part = getattr(value, field.name)
+        if isinstance(part, torch.Tensor):
+            changed[field.name] = function(part)
+        elif is_dataclass(part):
+            changed[field.name] = _on_tensors(part, function)
+    return replace(value, **changed)
 
 
 def collate(rows: Sequence[Row], ttt_steps: int, divisors: torch.Tensor | None = None) -> Batch:
@@ -103,8 +109,9 @@ def collate(rows: Sequence[Row], ttt_steps: int, divisors: torch.Tensor | None =
     >>> batch = collate([row], ttt_steps=2)
     >>> batch.supervised.tolist(), batch.valid.tolist()
     ([1, 2], [[True, True], [True, False]])
-    >>> batch.input_ids.tolist()  # what each of the 4 positions embeds at TTT steps 0 and 1
-    [[11, 12, 13, 14], [12, 13, 14, 0]]
+    >>> embedded = batch.input_ids[batch.supervised]  # by positions 1 and 2 at TTT step 0
+    >>> embedded.tolist(), embedded[batch.target_index[1]][batch.valid[1]].tolist()  # and at 1
+    ([12, 13], [13])
     >>> batch.next_token_ids.tolist()  # what positions 1 and 2 predict
     [[13, 14], [14, -1]]
     """
@@ -112,29 +119,7 @@ def collate(rows: Sequence[Row], ttt_steps: int, divisors: torch.Tensor | None =
     num_keys = [len(row.input_ids) - 1 for row in rows]
     num_queries = [len(positions) for positions in supervised]
     key_begin = np.concatenate([[0], np.cumsum(num_keys)])
-    query_begin = np.concatenate([[0], np.cumsum(num_queries)])
-    max_keys, max_queries = max(num_keys), max(num_queries)
-    num_rows, num_supervised = len(rows), int(query_begin[-1])
-
-    key_index = torch.zeros(num_rows, max_keys, dtype=torch.int64)
-    query_index = torch.zeros(num_rows, max_queries, dtype=torch.int64)
-    attention_mask = torch.zeros(num_rows, 1, max_queries, max_keys, dtype=torch.bool)
-    attention_mask[..., 0] = True  # a padded query looks somewhere: no empty softmax
-    query_slot, flat_supervised = [], []
-    for b, positions in enumerate(supervised):
-        keys, queries = torch.arange(num_keys[b]), torch.arange(num_queries[b])
-        key_index[b, : num_keys[b]] = keys + int(key_begin[b])
-        query_index[b, : num_queries[b]] = queries + int(query_begin[b])
-        attention_mask[b, 0, : num_queries[b], : num_keys[b]] = keys <= positions[:, None]
-        query_slot.append(queries + b * max_queries)
-        flat_supervised.append(positions + int(key_begin[b]))
-
-    input_ids = torch.stack(
-        [
-            torch.cat([_shifted(row.input_ids, 1 + k, 1, 0) for row in rows])
-            for k in range(ttt_steps)
-        ]
-    )
+    num_supervised = sum(num_queries)
     next_ids, valid, target_index = [], [], []
     for k in range(ttt_steps):
         tokens = [_shifted(row.input_ids, 2 + k, 1, -1) for row in rows]
@@ -148,13 +133,12 @@ def collate(rows: Sequence[Row], ttt_steps: int, divisors: torch.Tensor | None =
         )
     return Batch(
         aux_hidden_states=torch.cat([row.aux_hidden_states[:-1].flatten(1) for row in rows]),
-        input_ids=input_ids,
+        input_ids=torch.cat([row.input_ids[1:] for row in rows]),
         position_ids=torch.cat([torch.arange(1, n + 1) for n in num_keys]),
-        key_index=key_index,
-        query_index=query_index,
-        query_slot=torch.cat(query_slot),
-        attention_mask=attention_mask,
-        supervised=torch.cat(flat_supervised),
+        rows=RowSpans(tuple(num_queries), tuple(num_keys), torch.cat(supervised)),
+        supervised=torch.cat(
+            [p + int(begin) for p, begin in zip(supervised, key_begin, strict=False)]
+        ),
         valid=torch.stack(valid),
         divisors=torch.stack(valid).sum(1).clamp_min(1).float() if divisors is None else divisors,
         last_hidden_states=torch.cat(
@@ -258,12 +242,7 @@ def prefetched(
             masks = [reader.rows.row(row_id)[1] for row_id in batch_rows]
             divisors = count_valid(masks, ttt_steps) / (ranks.count if counts else 0)
         batch = collate([reader[row_id] for row_id in row_ids], ttt_steps, divisors)
-        if pin:
-            for field in fields(batch):
-                value = getattr(batch, field.name)
-                if isinstance(value, torch.Tensor):
-                    object.__setattr__(batch, field.name, value.pin_memory())
-        return batch
+        return batch.pin_memory() if pin else batch
 
     # One core reads; a second team of OpenMP threads would spin against the one that trains.
     with ThreadPoolExecutor(1, "batch-reader", torch.set_num_threads, (1,)) as pool:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 
 from eagle3.batches import Row, collate
 from eagle3.contract import supervised_positions
+from eagle3.losses import LOSSES
 from eagle3.plan import plan_epoch
 from eagle3.ttt import TTTStep
 
@@ -72,7 +73,7 @@ def random_rows(lengths=(9, 23, 5, 14)) -> list[Row]:
     return rows
 
 
-def theirs(model, rows: list[Row], ttt_steps: int, decay: float, monkeypatch):
+def theirs(model, rows: list[Row], loss: str, ttt_steps: int, decay: float, monkeypatch):
     """speculators' forward on the packed rows, its per-step mask replaced by the aligned one."""
     shifted = [r.input_ids[1:] for r in rows]
     documents = torch.cat([torch.full((len(s),), i) for i, s in enumerate(shifted)])
@@ -82,7 +83,7 @@ def theirs(model, rows: list[Row], ttt_steps: int, decay: float, monkeypatch):
         for flag, row in zip(flags, rows, strict=True):
             flag[supervised_positions(row.loss_mask.tolist(), k)] = True
         valid.append(torch.cat(flags)[None])
-    losses = resolve_loss_config("kl_div", "eager")
+    losses = resolve_loss_config(loss, "eager")
 
     def aligned(logits, targets, loss_mask, prev_correct, k, step_decay, loss_config=None):
         end = logits.shape[1] - k
@@ -121,16 +122,17 @@ def theirs(model, rows: list[Row], ttt_steps: int, decay: float, monkeypatch):
     ],
     ids=["plain", "norm_before_fc", "eagle3.1", "norm_before_residual"],
 )
-def test_step_equals_speculators(ttt_steps, num_kv_heads, flags, monkeypatch):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_step_equals_speculators(loss, ttt_steps, num_kv_heads, flags, monkeypatch):
     model, rows = build(num_kv_heads, **flags), random_rows()
     model.lm_head.weight.requires_grad_(False)
-    expected = theirs(model, rows, ttt_steps, 0.8, monkeypatch)
+    expected = theirs(model, rows, loss, ttt_steps, 0.8, monkeypatch)
     expected.backward()
     expected_gradients = {
         name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad
     }
     model.zero_grad()
-    result = TTTStep(model, ttt_step_loss_decay=0.8)(collate(rows, ttt_steps))
+    result = TTTStep(model, loss=loss, ttt_step_loss_decay=0.8)(collate(rows, ttt_steps))
     result.loss.backward()
     # speculators divides by the count plus 1e-5
     assert torch.allclose(result.loss, expected, rtol=2e-6)
@@ -143,14 +145,14 @@ def test_step_equals_speculators(ttt_steps, num_kv_heads, flags, monkeypatch):
 
 def test_head_gets_no_gradient():
     model = build()
-    TTTStep(model, ttt_step_loss_decay=1.0)(collate(random_rows(), 3)).loss.backward()
+    TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)(collate(random_rows(), 3)).loss.backward()
     assert model.lm_head.weight.grad is None and model.fc.weight.grad is not None
 
 
 def test_rows_do_not_see_each_other():
     """A row's loss is the same alone and in a batch with padding."""
     model, rows = build(), random_rows((23, 9))
-    step = TTTStep(model, ttt_step_loss_decay=1.0).eval()
+    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0).eval()
     alone = [step(collate([row], 3)) for row in rows]
     together = step(collate(rows, 3))
     counts = [collate([row], 3).valid.sum(1) for row in rows]
@@ -162,7 +164,7 @@ def test_rows_do_not_see_each_other():
 def test_wrong_alignment_would_show():
     """The comparison can fail: a mask shifted by one gives another loss."""
     model, rows = build(), random_rows()
-    step = TTTStep(model, ttt_step_loss_decay=1.0)
+    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)
     shifted = [
         Row(r.input_ids, r.loss_mask.roll(1), r.aux_hidden_states, r.last_hidden_states)
         for r in rows
@@ -190,9 +192,8 @@ def test_collate_supervises_what_the_contract_says(mask, ttt_steps):
         chosen = batch.valid[k]
         assert batch.supervised[chosen].tolist() == positions
         # position t embeds t+1+k, is judged by the state of t+1+k and names token t+2+k
-        assert batch.input_ids[k][batch.supervised[chosen]].tolist() == [
-            101 + t + k for t in positions
-        ]
+        embedded = batch.input_ids[batch.supervised][batch.target_index[k][chosen]]
+        assert embedded.tolist() == [101 + t + k for t in positions]
         assert batch.next_token_ids[k][chosen].tolist() == [102 + t + k for t in positions]
         states = batch.last_hidden_states[batch.target_index[k][chosen]]
         assert states[:, 0].tolist() == [t + 1 + k for t in positions]
