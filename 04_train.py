@@ -22,7 +22,6 @@ from eagle3.drafter import build, speculators_config, tensor_table
 from eagle3.errors import ConfigError, GateError
 from eagle3.files import write_tensors
 from eagle3.loop import Trainer, trained_state
-from eagle3.pictures import draw_training
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.preflight import check
 from eagle3.ranks import Ranks
@@ -67,7 +66,11 @@ def main(invocation: Invocation) -> None:
         drafter = build(drafter_config, stage.verifier, vocab)
         rope_width = 2 * len(drafter.rotary_emb.inv_freq)
         assert rope_width == config.drafter.head_dim, "RoPE is not built from head_dim"
-        step = TTTStep(drafter, ttt_step_loss_decay=config.train.ttt_step_loss_decay)
+        step = TTTStep(
+            drafter,
+            loss=config.train.loss,
+            ttt_step_loss_decay=config.train.ttt_step_loss_decay,
+        )
         log(
             "drafter",
             trainable=sum(p.numel() for p in drafter.parameters() if p.requires_grad),
@@ -92,7 +95,6 @@ def main(invocation: Invocation) -> None:
 
         def publish() -> None:
             publish_best(stage, trainer, config, len(vocab.d2t))
-            draw_training(stage.directory / "curves.png", stage.directory / "metrics.jsonl")
             log("best checkpoint", **trainer.best)
             stage.commit(
                 files=["best.safetensors", "metrics.jsonl", "curves.png"],

@@ -116,9 +116,7 @@ def _own_scores(
     return [(queries * key).sum(-1).float() * scale for key in chain_keys]
 
 
-def _blocks(
-    rows: RowSpans, queries: torch.Tensor
-) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+def _blocks(rows: RowSpans, queries: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Queries, the keys they may see, and 0 or -inf ``[q, k]`` for each pair, block by block."""
     query_begin = key_begin = 0
     for num_queries, num_keys in zip(rows.num_queries, rows.num_keys, strict=True):

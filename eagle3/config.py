@@ -222,6 +222,7 @@ class DrafterSection(Section):
 class TrainSection(Section):
     """The training recipe."""
 
+    loss: Literal["kl_div", "lk_hybrid", "nla"]
     ttt_steps: Annotated[Integer, Field(ge=1, le=7)]
     ttt_step_loss_decay: Number = Field(gt=0, le=1)
     num_epochs: Positive
@@ -232,6 +233,9 @@ class TrainSection(Section):
     max_grad_norm: Number = Field(gt=0)
     mixed_precision: Literal["bf16", "no"]
     seed: Integer
+    validations_per_epoch: Positive
+    patience_validations: Positive | None
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = _operational()
     log_every_steps: Positive = _operational()
     checkpoint_every_steps: Positive = _operational()
 

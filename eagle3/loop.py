@@ -12,9 +12,10 @@ run may have another, and goes on from the same state with the same remaining ba
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ import torch
 from accelerate import Accelerator
 
 from .batches import RowReader, prefetched
+from .checkpoints import Checkpoints
 from .config import TrainSection
 from .drafter import BORROWED
 from .errors import Interrupted
+from .pictures import draw_training
 from .plan import plan_epoch
 from .progress import Progress
 from .ranks import ALONE, Ranks
 from .script import log
-from .training_files import Checkpoints, Metrics
+from .training_log import Metrics, NotFinite, Window, save_bad_batch, scalars, start_trackers
 from .ttt import TTTStep
-from .validation import validate
+from .validation import validate, walk_answers
 
 
 class Trainer:
@@ -40,8 +43,8 @@ class Trainer:
     Args:
         step: the TTT step around the drafter being trained.
         reader, row_ids: the training rows.
-        validation_plan: batches of held-out rows, run after every epoch.
-        directory: ``04_train``; checkpoints and ``metrics.jsonl`` go here. On several nodes it
+        validation_plan: batches of held-out rows, run ``validations_per_epoch`` times an epoch.
+        directory: ``04_train``; checkpoints, metrics and curves go here. On several nodes it
             lies on a disk they share: every rank reads the checkpoint it resumes from.
         ranks: the processes that train together.
     """
@@ -66,10 +69,7 @@ class Trainer:
             for epoch in range(section.num_epochs)
         ]
         self.plan = [batch for epoch in self.epochs for batch in epoch]
-        self.epoch_ends = {
-            sum(len(epoch) for epoch in self.epochs[: index + 1]): index + 1
-            for index in range(len(self.epochs))
-        }
+        self.validate_after = set(validation_steps(self.epochs, section.validations_per_epoch))
         self.tokens_before = [0]
         for batch in self.plan:
             self.tokens_before.append(self.tokens_before[-1] + int(lengths[batch].sum()))
@@ -77,7 +77,10 @@ class Trainer:
         self.accelerator = Accelerator(
             mixed_precision=section.mixed_precision,
             cpu=not torch.cuda.is_available(),
+            log_with=list(section.trackers) or None,
+            project_dir=directory,
         )
+        start_trackers(self.accelerator, section.trackers, directory.parent.name)
         trainable = [p for p in step.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
             trainable,
@@ -93,15 +96,21 @@ class Trainer:
         self.step, self.optimizer = self.accelerator.prepare(step, optimizer)
         self.scheduler = scheduler
         self.done_steps = 0
-        self.best = {"acceptance_length": 0.0, "step": 0}
-        self.last_shown: dict[str, float] = {}
+        self.best = {"acceptance_length": 0.0, "step": 0, "validations_since": 0}
+        self.last_shown: dict[str, Any] = {}
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether to stop early: so many validations in a row were no better."""
+        patience = self.section.patience_validations
+        return patience is not None and self.best["validations_since"] >= patience
 
     def run(self) -> None:
         """Train what is left of the plan.
 
         Raises:
             Interrupted: a stop was asked for, of any rank; the step is finished and saved.
-            RuntimeError: the loss is not finite (a bug or a learning rate far too high).
+            GateError: a loss is not finite; its batch is saved, the last checkpoint is good.
         """
         self._resume()
         idle = sum(len(batch) < self.ranks.count for batch in self.plan)
@@ -115,66 +124,91 @@ class Trainer:
         progress = Progress(
             self.tokens_before[-1], "tokens", done=self.tokens_before[self.done_steps]
         )
-        left = self.plan[self.done_steps :]
-        pin = self.accelerator.device.type == "cuda"
-        window: list[torch.Tensor] = []
-        window_s = time.monotonic()
-        for batch in prefetched(
-            self.reader, left, self.section.ttt_steps, pin=pin, ranks=self.ranks
-        ):
-            result = self._train_step(batch)
+        self.window = Window()
+        for batch in self._batches():
+            self._train_step(batch)
             stop = self.ranks.stop_asked()
-            window.append(result.loss_per_ttt_step)
-            if self.done_steps % self.section.log_every_steps == 0:
-                seconds, window_s = time.monotonic() - window_s, time.monotonic()
-                self._log_window(window, seconds)
-                window.clear()
+            saves = self.done_steps % self.section.checkpoint_every_steps == 0 or stop
+            validates = self.done_steps in self.validate_after
+            if saves or validates or self.done_steps % self.section.log_every_steps == 0:
+                self._close_window()
             progress.advance(
                 self.tokens_before[self.done_steps] - self.tokens_before[self.done_steps - 1],
                 step=f"{self.done_steps}/{len(self.plan)}",
                 **self.last_shown,
             )
-            if self.done_steps in self.epoch_ends:
-                self._validate(self.epoch_ends[self.done_steps])
+            if validates:
+                self._validate()
+            if saves or validates:
                 self._save(self.checkpoints.of_step(self.done_steps))
-            elif self.done_steps % self.section.checkpoint_every_steps == 0 or stop:
-                self._save(self.checkpoints.of_step(self.done_steps))
+            if self.has_enough:
+                log("no better for some validations: stopping early", **self.best)
+                break
             if stop and self.done_steps < len(self.plan):
                 raise Interrupted
         progress.close()
+        self.accelerator.end_training()
 
-    def _train_step(self, batch: Any) -> Any:
+    def _batches(self) -> Iterator[Any]:
+        """What is left of the plan, laid out; the time spent waiting for it is counted."""
+        left = [] if self.has_enough else self.plan[self.done_steps :]
+        pin = self.accelerator.device.type == "cuda"
+        batches = prefetched(self.reader, left, self.section.ttt_steps, pin=pin, ranks=self.ranks)
+        while True:
+            begin_s = time.monotonic()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            self.window.waited_s += time.monotonic() - begin_s
+            yield batch
+
+    def _train_step(self, batch: Any) -> None:
+        """One optimizer step; of one step a line the drafts are looked at too."""
+        shown = (self.done_steps + 1) % self.section.log_every_steps == 0
         self.step.train()
-        result = self.step(batch.to(self.accelerator.device))
+        result = self.step(batch.to(self.accelerator.device), with_matches=shown)
         self.accelerator.backward(result.loss)
         self.accelerator.clip_grad_norm_(self.step.parameters(), self.section.max_grad_norm)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done_steps += 1
-        return result
+        self.window.losses.append(result.loss_per_ttt_step)
+        self.window.tokens += self.tokens_before[self.done_steps]
+        self.window.tokens -= self.tokens_before[self.done_steps - 1]
+        if shown:
+            self.window.drafts = walk_answers(result.matches, batch.answer_lengths)
 
-    def _log_window(self, window: list[torch.Tensor], seconds: float) -> None:
-        """One line of ``metrics.jsonl`` for the steps since the last one; the only host sync."""
-        mine = torch.stack(window).mean(0)
-        per_step = self.accelerator.reduce(mine, reduction="mean").tolist()
-        loss = sum(mean * self.section.ttt_step_loss_decay**k for k, mean in enumerate(per_step))
-        if not math.isfinite(loss):
-            raise RuntimeError(f"the loss is {loss} at step {self.done_steps}")
-        num_tokens = self.tokens_before[self.done_steps]
-        since = self.tokens_before[self.done_steps - len(window)]
-        self._write_metrics(
-            kind="train",
-            step=self.done_steps,
-            tokens=num_tokens,
-            loss=loss,
-            loss_per_ttt_step=per_step,
-            learning_rate=self.scheduler.get_last_lr()[0],
-            tokens_per_s=(num_tokens - since) / max(seconds, 1e-9),
+    def _close_window(self) -> None:
+        """One line of ``metrics.jsonl``, for the steps since the last one."""
+        reduce = functools.partial(self.accelerator.reduce, reduction="mean")
+        try:
+            found = self.window.close(self.section, self.ranks, reduce)
+        except NotFinite as error:
+            raise self._not_finite(self.done_steps - error.steps_ago + 1) from None
+        self.window = Window()
+        learning_rate = self.scheduler.get_last_lr()[0]
+        self._write_metrics(kind="train", **found, learning_rate=learning_rate)
+        self.last_shown = {"loss": found["loss"], "waiting": f"{found['waiting_share']:.0%}"}
+        if "acceptance_length" in found:
+            shares = "/".join(f"{share:.2f}" for share in found["acceptance_per_position"])
+            self.last_shown |= {
+                "acceptance_length": f"{found['acceptance_length']:.2f}",
+                "accepted": shares,
+            }
+
+    def _not_finite(self, step: int) -> Exception:
+        row_ids = self.plan[step - 1]
+        return self.ranks.on_main(
+            lambda: save_bad_batch(
+                self.directory,
+                step,
+                {row_id: self.reader[row_id] for row_id in row_ids},
+                self.checkpoints.latest(),
+            )
         )
-        self.last_shown = {"loss": loss}
 
-    def _validate(self, epoch: int) -> None:
+    def _validate(self) -> None:
         model = self.accelerator.unwrap_model(self.step)
         with self.accelerator.autocast():
             found = validate(
@@ -183,27 +217,36 @@ class Trainer:
         length = found.acceptance.acceptance_length
         log(
             "validation",
-            epoch=epoch,
+            step=self.done_steps,
             loss=found.loss,
             acceptance_length=f"{length:.3f}",
             accuracy_per_position=[f"{a:.3f}" for a in found.accuracy_per_position],
         )
         self._write_metrics(
             kind="validation",
-            step=self.done_steps,
-            tokens=self.tokens_before[self.done_steps],
-            epoch=epoch,
             loss=found.loss,
             acceptance_length=length,
             acceptance_per_position=found.acceptance.per_position,
             accuracy_per_position=found.accuracy_per_position,
         )
+        self.best["validations_since"] += 1
         if length > self.best["acceptance_length"]:
-            self.best = {"acceptance_length": length, "step": self.done_steps}
+            self.best = {
+                "acceptance_length": length,
+                "step": self.done_steps,
+                "validations_since": 0,
+            }
             self._save(self.checkpoints.best)
+        curves = self.directory / "curves.png"
+        self.ranks.on_main(lambda: draw_training(curves, self.metrics.path))
 
-    def _write_metrics(self, **values: Any) -> None:
-        self.ranks.on_main(lambda: self.metrics.append(values))
+    def _write_metrics(self, kind: str, **values: Any) -> None:
+        tokens = self.tokens_before[self.done_steps]
+        line = {"kind": kind, "step": self.done_steps, "tokens": tokens, **values}
+        self.ranks.on_main(lambda: self.metrics.append(line))
+        if self.section.trackers:
+            named = {f"{kind}/{name}": value for name, value in scalars(values).items()}
+            self.accelerator.log({**named, "tokens": tokens}, step=self.done_steps)
 
     def _save(self, path: Path) -> None:
         """Publish the whole state; every rank waits for it, and fails if it fails."""
@@ -211,7 +254,7 @@ class Trainer:
         def publish() -> None:
             state = {
                 "step": self.done_steps,
-                "best": self.best,
+                "best": dict(self.best),
                 "model": trained_state(self.accelerator.unwrap_model(self.step)),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler.state_dict(),
@@ -225,7 +268,7 @@ class Trainer:
             state = self.ranks.agree(lambda: self._load_weights(latest))
             self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
-            self.done_steps, self.best = state["step"], state["best"]
+            self.done_steps, self.best = state["step"], dict(state["best"])
             log("resumed", checkpoint=latest, step=f"{self.done_steps}/{len(self.plan)}")
         self.ranks.on_main(lambda: self.metrics.trim(self.done_steps))
 
@@ -245,6 +288,19 @@ def trained_state(step: TTTStep) -> dict[str, torch.Tensor]:
     """The drafter's own tensors, float32, by speculators' names; borrowed ones left out."""
     state = step.drafter.state_dict()
     return {name: tensor.cpu() for name, tensor in state.items() if name not in BORROWED}
+
+
+def validation_steps(epochs: Sequence[Sequence[Any]], per_epoch: int) -> list[int]:
+    """Optimizer steps after which to validate, evenly spread over each epoch, its end included.
+
+    >>> validation_steps([[0] * 10, [0] * 3], 2)
+    [5, 10, 12, 13]
+    """
+    found, begin = set(), 0
+    for epoch in epochs:
+        found |= {begin + math.ceil(len(epoch) * (i + 1) / per_epoch) for i in range(per_epoch)}
+        begin += len(epoch)
+    return sorted(found)
 
 
 def cosine_with_warmup(done_steps: int, warmup_steps: int, num_steps: int) -> float:

@@ -39,7 +39,7 @@ class StepResult:
             (their sum over ``Batch.divisors``).
         loss_per_ttt_step: ``[K]``, those means, detached.
         matches: bool ``[K, S]``, the drafted token is the row's token (False where not valid);
-            None in training mode, where nobody asks.
+            None where nobody asked.
     """
 
     loss: torch.Tensor
@@ -71,7 +71,7 @@ class TTTStep(nn.Module):
         self._heads: dict[Any, torch.Tensor] = {}
         self.register_buffer("target_ids", target_ids, persistent=False)
 
-    def forward(self, batch: Batch) -> StepResult:
+    def forward(self, batch: Batch, *, with_matches: bool = False) -> StepResult:
         model, layer = self.drafter, self.drafter.layers[0]
         head = self._frozen_head(model.lm_head.weight)
         targets = self._targets(batch, head)
@@ -116,7 +116,7 @@ class TTTStep(nn.Module):
             weights = batch.valid[k] / batch.divisors[k]
             index = batch.target_index[k]
             losses.append(HeadLoss.apply(normed, head, targets, index, weights, self.loss))
-            if not self.training:
+            if with_matches:
                 found = self.target_ids[drafted(normed, head)]
                 matches.append((found == batch.next_token_ids[k]) & batch.valid[k])
         total = sum(self.decay**k * loss for k, loss in enumerate(losses))
@@ -159,7 +159,9 @@ class TTTStep(nn.Module):
             states = normed_by(model.input_norm, states)
         if model.fc_norm is not None:
             parts = states.chunk(len(model.fc_norm), dim=-1)
-            normed = [normed_by(norm, part) for norm, part in zip(model.fc_norm, parts, strict=True)]
+            normed = [
+                normed_by(norm, part) for norm, part in zip(model.fc_norm, parts, strict=True)
+            ]
             states = torch.cat(normed, dim=-1)
         return model.fc(states).to(states.dtype)
 

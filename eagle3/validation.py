@@ -55,7 +55,6 @@ def validate(
 
     Ranks take whole batches, in turn, so every figure is the same whatever their number.
     """
-    step.eval()
     parts = ranks.gather(ranks.agree(lambda: _count(step, reader, ranks.part(plan), ttt_steps)))
     asked, right = sum(part.asked for part in parts), sum(part.right for part in parts)
     num_positions = sum(part.num_positions for part in parts)
@@ -74,12 +73,9 @@ def _count(step: TTTStep, reader: RowReader, plan: Sequence[list[int]], ttt_step
     right = torch.zeros(ttt_steps, dtype=torch.int64)
     losses, num_positions = [], 0
     for batch in prefetched(reader, plan, ttt_steps, pin=False):
-        result = step(batch.to(device))
+        result = step(batch.to(device), with_matches=True)
+        acceptance += walk_answers(result.matches, batch.answer_lengths)
         matches = result.matches.T.cpu()  # [S, K]
-        begin = 0
-        for length in batch.answer_lengths:
-            acceptance += walk(_with_last_token(matches[begin : begin + length]))
-            begin += length
         chain = matches.cumprod(1).bool()
         before = torch.cat([torch.ones(len(chain), 1, dtype=torch.bool), chain[:, :-1]], dim=1)
         asked += (before & batch.valid.T.cpu()).sum(0)
@@ -89,6 +85,16 @@ def _count(step: TTTStep, reader: RowReader, plan: Sequence[list[int]], ttt_step
     return _Part(acceptance, asked, right, losses, num_positions)
 
 
-def _with_last_token(matches: torch.Tensor) -> Any:
-    """An answer's last token is known but never drafted from: the walk wants its row."""
-    return torch.cat([matches, torch.zeros(1, matches.shape[1], dtype=torch.bool)]).numpy()
+def walk_answers(matches: torch.Tensor, answer_lengths: Sequence[int]) -> Acceptance:
+    """Walk each answer of a batch as the engine does.
+
+    Args:
+        matches: bool ``[K, S]``, as ``TTTStep`` gives them.
+        answer_lengths: supervised positions of each answer, in order.
+    """
+    acceptance = Acceptance(0, (0,) * len(matches))
+    for answer in matches.T.cpu().split(list(answer_lengths)):
+        # An answer's last token is known but never drafted from: the walk wants its row.
+        last = torch.zeros(1, len(matches), dtype=torch.bool)
+        acceptance += walk(torch.cat([answer, last]).numpy())
+    return acceptance

@@ -9,6 +9,7 @@ import torch
 
 from eagle3.acceptance import Acceptance, walk
 from eagle3.batches import RowReader, collate
+from eagle3.checkpoints import KEPT_CHECKPOINTS
 from eagle3.config import TrainSection
 from eagle3.errors import GateError, Interrupted, StaleInputError
 from eagle3.loop import Trainer, trained_state
@@ -16,12 +17,12 @@ from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import stop_flag
 from eagle3.shards import Shard, ShardBuffer
-from eagle3.training_files import KEPT_CHECKPOINTS
 from eagle3.ttt import TTTStep
 from eagle3.validation import validate
 from tests.test_ttt import HIDDEN, NUM_AUX, VOCAB, build
 
 SECTION = TrainSection(
+    loss="lk_hybrid",
     ttt_steps=3,
     ttt_step_loss_decay=0.9,
     num_epochs=2,
@@ -32,6 +33,9 @@ SECTION = TrainSection(
     max_grad_norm=1.0,
     mixed_precision="bf16",
     seed=3,
+    validations_per_epoch=1,
+    patience_validations=None,
+    trackers=(),
     log_every_steps=2,
     checkpoint_every_steps=3,
 )
@@ -73,7 +77,7 @@ def reader(tmp_path_factory) -> RowReader:
 def trainer(reader: RowReader, directory: Path) -> Trainer:
     directory.mkdir(exist_ok=True)
     model = build()
-    step = TTTStep(model, ttt_step_loss_decay=0.9)
+    step = TTTStep(model, loss=SECTION.loss, ttt_step_loss_decay=0.9)
     row_ids, dropped = trainable_rows(reader.rows)
     assert dropped == {"validation": 8, "nothing_supervised": 0}
     validation = plan_epoch(range(32, 40), reader.rows.lengths, 64, 0)
@@ -83,7 +87,8 @@ def trainer(reader: RowReader, directory: Path) -> Trainer:
 def final(run: Trainer) -> tuple:
     metrics = [json.loads(s) for s in (run.directory / "metrics.jsonl").read_text().splitlines()]
     for line in metrics:
-        line.pop("tokens_per_s", None)
+        for measured in ("tokens_per_s", "waiting_share"):
+            line.pop(measured, None)
     return trained_state(run.step), run.optimizer.state_dict(), metrics, run.best
 
 
@@ -141,12 +146,11 @@ def test_training_learns_and_keeps_what_it_should(undisturbed):
 def test_validation_walks_each_answer(reader):
     """Against walking every answer on its own."""
     model = build()
-    step = TTTStep(model, ttt_step_loss_decay=1.0)
+    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)
     found = validate(step, reader, plan_epoch(range(32, 40), reader.rows.lengths, 64, 0), 3)
     expected = Acceptance(0, (0, 0, 0))
-    step.eval()
     for row_id in range(32, 40):
-        matches = step(collate([reader[row_id]], 3)).matches.T
+        matches = step(collate([reader[row_id]], 3), with_matches=True).matches.T
         expected += walk(np.concatenate([matches.numpy(), np.zeros((1, 3), dtype=bool)]))
     assert found.acceptance == expected
 

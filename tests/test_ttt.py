@@ -145,16 +145,18 @@ def test_step_equals_speculators(loss, ttt_steps, num_kv_heads, flags, monkeypat
 
 def test_head_gets_no_gradient():
     model = build()
-    TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)(collate(random_rows(), 3)).loss.backward()
+    TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)(
+        collate(random_rows(), 3)
+    ).loss.backward()
     assert model.lm_head.weight.grad is None and model.fc.weight.grad is not None
 
 
 def test_rows_do_not_see_each_other():
     """A row's loss is the same alone and in a batch with padding."""
     model, rows = build(), random_rows((23, 9))
-    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0).eval()
-    alone = [step(collate([row], 3)) for row in rows]
-    together = step(collate(rows, 3))
+    step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)
+    alone = [step(collate([row], 3), with_matches=True) for row in rows]
+    together = step(collate(rows, 3), with_matches=True)
     counts = [collate([row], 3).valid.sum(1) for row in rows]
     expected = sum(r.loss_per_ttt_step * n for r, n in zip(alone, counts, strict=True))
     assert torch.allclose(together.loss_per_ttt_step, expected / sum(counts), rtol=1e-5)
