@@ -21,6 +21,7 @@ from eagle3.preflight import check
 from eagle3.script import Invocation, log, run_script
 from eagle3.stage import Stage
 from eagle3.vocab import TokenCounts, VocabMap, choose, coverage, forced_ids, ranking
+from eagle3.warm_start import map_of
 
 
 def main(invocation: Invocation) -> None:
@@ -34,7 +35,11 @@ def main(invocation: Invocation) -> None:
         forced = forced_ids(verifier, config.vocab.forced_tokens)
         token_counts = TokenCounts.load(stage.inputs["01_data"].path("token_counts.safetensors"))
         totals = token_counts.counts.sum(dim=0)
-        vocab_map, num_filled = choose(totals, config.vocab.draft_vocab_size, forced)
+        num_filled, started_from = 0, {}
+        if config.vocab.warm_start_from:
+            vocab_map, started_from = map_of(config, verifier)
+        else:
+            vocab_map, num_filled = choose(totals, config.vocab.draft_vocab_size, forced)
         vocab_map.save(stage.directory / "vocab_map.safetensors")
         order = ranking(totals, forced)
         plot(stage.directory / "coverage.png", token_counts, order, len(vocab_map.d2t))
@@ -74,6 +79,7 @@ def main(invocation: Invocation) -> None:
             results={
                 "vocab_map": vocab_map.digest,
                 "coverage": {"overall": overall, "sources": shares},
+                "warm_start_from": started_from,
             },
         )
 

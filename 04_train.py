@@ -19,10 +19,10 @@ from eagle3.batches import RowReader
 from eagle3.config import Config
 from eagle3.contract import Wiring
 from eagle3.drafter import build, speculators_config, tensor_table
-from eagle3.errors import ConfigError, GateError
+from eagle3.errors import GateError
 from eagle3.files import write_tensors
 from eagle3.loop import Trainer, trained_state
-from eagle3.plan import plan_epoch, trainable_rows
+from eagle3.plan import plan_epoch, require_both, trainable_rows
 from eagle3.preflight import check
 from eagle3.ranks import Ranks
 from eagle3.rows import TokenRows
@@ -31,6 +31,7 @@ from eagle3.shards import open_all
 from eagle3.stage import Stage
 from eagle3.ttt import TTTStep
 from eagle3.vocab import VocabMap
+from eagle3.warm_start import load_weights
 
 
 def main(invocation: Invocation) -> None:
@@ -54,7 +55,7 @@ def main(invocation: Invocation) -> None:
         reader = RowReader(rows, shards)
         row_ids, dropped = trainable_rows(rows)
         validation_ids = [i for i in range(rows.num_rows) if rows.is_validation[i]]
-        check_enough(row_ids, validation_ids, config)
+        require_both(row_ids, validation_ids)
         torch.manual_seed(config.train.seed)
         drafter_config = speculators_config(
             wiring,
@@ -64,6 +65,8 @@ def main(invocation: Invocation) -> None:
             num_speculative_tokens=config.verify.num_speculative_tokens,
         )
         drafter = build(drafter_config, stage.verifier, vocab)
+        if config.vocab.warm_start_from:
+            load_weights(drafter, config, stage.verifier)
         rope_width = 2 * len(drafter.rotary_emb.inv_freq)
         assert rope_width == config.drafter.head_dim, "RoPE is not built from head_dim"
         step = TTTStep(
@@ -104,18 +107,6 @@ def main(invocation: Invocation) -> None:
             )
 
         ranks.on_main(publish)
-
-
-def check_enough(row_ids: list[int], validation_ids: list[int], config: Config) -> None:
-    """Training and validation need at least one row each."""
-    if not row_ids or not validation_ids:
-        raise ConfigError(
-            "there is nothing to train on, or nothing to validate on",
-            where="data.sources",
-            expected="at least one training and one validation row with a supervised position",
-            found=f"{len(row_ids)} training rows, {len(validation_ids)} validation rows",
-            fix="give 01 more conversations (data.sources, data.min_supervised_tokens)",
-        )
 
 
 def publish_best(stage: Stage, trainer: Trainer, config: Config, draft_vocab_size: int) -> None:

@@ -167,6 +167,7 @@ class VocabSection(Section):
 
     draft_vocab_size: Positive
     forced_tokens: tuple[str, ...]
+    warm_start_from: Path | None
 
 
 class ReferenceGeometry(Section):

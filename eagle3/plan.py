@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .contract import supervised_positions
+from .errors import ConfigError
 from .rows import TokenRows
 
 
@@ -26,6 +27,22 @@ def trainable_rows(rows: TokenRows) -> tuple[list[int], dict[str, int]]:
         else:
             kept.append(index)
     return kept, dropped
+
+
+def require_both(row_ids: Sequence[int], validation_ids: Sequence[int]) -> None:
+    """Training and validation need at least one row each.
+
+    Raises:
+        ConfigError: one of them has none.
+    """
+    if not row_ids or not validation_ids:
+        raise ConfigError(
+            "there is nothing to train on, or nothing to validate on",
+            where="data.sources",
+            expected="at least one training and one validation row with a supervised position",
+            found=f"{len(row_ids)} training rows, {len(validation_ids)} validation rows",
+            fix="give 01 more conversations (data.sources, data.min_supervised_tokens)",
+        )
 
 
 def plan_epoch(

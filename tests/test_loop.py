@@ -11,7 +11,7 @@ from eagle3.acceptance import Acceptance, walk
 from eagle3.batches import RowReader, collate
 from eagle3.checkpoints import KEPT_CHECKPOINTS
 from eagle3.config import TrainSection
-from eagle3.errors import GateError, Interrupted, StaleInputError
+from eagle3.errors import ConfigError, GateError, Interrupted, StaleInputError
 from eagle3.loop import Trainer, trained_state
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
@@ -74,14 +74,15 @@ def reader(tmp_path_factory) -> RowReader:
     return RowReader(rows, shards)
 
 
-def trainer(reader: RowReader, directory: Path) -> Trainer:
+def trainer(reader: RowReader, directory: Path, **changes) -> Trainer:
     directory.mkdir(exist_ok=True)
+    section = SECTION.model_copy(update=changes)
     model = build()
     step = TTTStep(model, loss=SECTION.loss, ttt_step_loss_decay=0.9)
     row_ids, dropped = trainable_rows(reader.rows)
     assert dropped == {"validation": 8, "nothing_supervised": 0}
     validation = plan_epoch(range(32, 40), reader.rows.lengths, 64, 0)
-    return Trainer(SECTION, step, reader, row_ids, validation, directory)
+    return Trainer(section, step, reader, row_ids, validation, directory)
 
 
 def final(run: Trainer) -> tuple:
@@ -141,6 +142,78 @@ def test_training_learns_and_keeps_what_it_should(undisturbed):
     frozen = build()
     assert torch.equal(run.step.drafter.lm_head.weight, frozen.lm_head.weight)
     assert not torch.equal(run.step.drafter.fc.weight, frozen.fc.weight)
+
+
+def test_stops_early_where_nothing_gets_better(reader, tmp_path):
+    """With a rate that changes nothing: the first validation is the best, two more end it; run
+    again it stays ended."""
+    still = {
+        "learning_rate": 1e-12,
+        "validations_per_epoch": 3,
+        "patience_validations": 2,
+    }
+    run = trainer(reader, tmp_path / "run", **still)
+    run.run()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    validated = [line["step"] for line in lines if line["kind"] == "validation"]
+    assert len(validated) == 3 and run.done_steps == validated[-1] < len(run.plan)
+    assert run.best["step"] == validated[0]
+    again = trainer(reader, tmp_path / "run", **still)
+    again.run()
+    assert (again.done_steps, again.best) == (run.done_steps, run.best)
+
+
+def test_loss_not_finite_saves_the_batch_and_keeps_the_last_good_checkpoint(reader, tmp_path):
+    run = trainer(reader, tmp_path / "run", checkpoint_every_steps=1, log_every_steps=100)
+    poisoned = run._train_step
+
+    def poison(batch):
+        if run.done_steps == 3:
+            with torch.no_grad():
+                run.step.drafter.fc.weight.fill_(float("nan"))
+        poisoned(batch)
+
+    run._train_step = poison
+    with pytest.raises(GateError, match="loss of step 4 is not finite") as caught:
+        run.run()
+    saved = torch.load(caught.value.where, weights_only=True)
+    assert sorted(saved) == sorted(run.plan[3])
+    for row_id, row in saved.items():
+        assert torch.equal(row["input_ids"], reader[row_id].input_ids)
+    latest = run.checkpoints.latest()
+    assert latest == run.checkpoints.of_step(3) and latest.name in caught.value.found
+    state = torch.load(latest, weights_only=True)
+    assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+def test_a_line_says_what_an_operator_asks(undisturbed):
+    (_, _, metrics, _), run = undisturbed
+    line = [line for line in metrics if line["kind"] == "train" and line["step"] == 4][0]
+    assert 1 <= line["acceptance_length"] <= 4 and len(line["acceptance_per_position"]) == 3
+    decayed = [loss * 0.9**k for k, loss in enumerate(line["loss_per_ttt_step"])]
+    assert line["loss"] == pytest.approx(sum(decayed))
+    raw = json.loads(run.metrics.path.read_text().splitlines()[0])
+    assert 0 <= raw["waiting_share"] <= 1 and raw["tokens_per_s"] > 0
+    assert (run.directory / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trackers_get_every_line(reader, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trainer(reader, tmp_path / "run", trackers=("tensorboard",))
+    run.run()
+    events = EventAccumulator(str(next((tmp_path / "run").rglob("events.out*")).parent))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    shown = {e.step: e.value for e in events.Scalars("train/loss")}
+    assert shown == pytest.approx({m["step"]: m["loss"] for m in lines if m["kind"] == "train"})
+    assert "validation/acceptance_per_position_2" in events.Tags()["scalars"]
+
+
+def test_tracker_not_installed_is_named(reader, tmp_path):
+    with pytest.raises(ConfigError, match="not installed") as caught:
+        trainer(reader, tmp_path / "run", trackers=("trackio",))
+    assert caught.value.found == "trackio"
 
 
 def test_validation_walks_each_answer(reader):
