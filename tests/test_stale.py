@@ -49,6 +49,7 @@ OPERATIONAL = (
     "verifier.path",
     "capture.disk_budget_bytes",
     "drafter.reference",
+    "train.trackers",
     "train.log_every_steps",
     "train.checkpoint_every_steps",
 )
