@@ -122,7 +122,7 @@ def count(config: Config, batch: Batch) -> tuple[Counting, int]:
         model = Eagle3DraftModel(model_config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in BORROWED)
-        step = TTTStep(model, loss="kl_div", ttt_step_loss_decay=1.0)
+        step = TTTStep(model, loss=config.train.loss, ttt_step_loss_decay=1.0)
         states = {
             name: torch.empty_like(getattr(batch, name), device="cpu")
             for name in ("aux_hidden_states", "last_hidden_states")
