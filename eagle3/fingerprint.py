@@ -79,6 +79,9 @@ def expected_fingerprint(
             for source in config.data.sources
             if isinstance(source, LocalSource) and source.path.is_file()
         }
+    if "vocab" in spec.sections and (start := config.vocab.warm_start_from):  # likewise
+        paths = sorted([*start.glob("*.json"), *start.glob("*.safetensors")])
+        fingerprint["warm_start"] = {path.name: sampled_sha256(path) for path in paths}
     return json.loads(json.dumps(fingerprint))
 
 

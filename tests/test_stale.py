@@ -291,6 +291,17 @@ def test_a_local_source_edited_in_place_makes_01_stale(write_config, tmp_path):
     assert expected_fingerprint(config, "01_data", {}) != before
 
 
+def test_a_drafter_to_start_from_edited_in_place_makes_03_stale(write_config, tmp_path):
+    start = tmp_path / "drafter"
+    start.mkdir()
+    (start / "model.safetensors").write_bytes(b"weights")
+    config = load_config(write_config({"vocab.warm_start_from": str(start)}))
+    before = expected_fingerprint(config, "03_vocab", {})
+    assert before == expected_fingerprint(config, "03_vocab", {})
+    (start / "model.safetensors").write_bytes(b"Weights")
+    assert expected_fingerprint(config, "03_vocab", {}) != before
+
+
 def test_a_script_as_it_is_typed(write_config):
     """03, for real: done, refused over its own key, content with another stage's, redone."""
 
