@@ -11,7 +11,7 @@ run     python 02_gen_hidden_states.py configs/smollm2_cpu.yaml
 time    the verifier's prefill rate: the demo's 120K tokens in about a minute
 disk    (aux layers + 1) x hidden x 2 bytes a token: 4.6 KB in the demo, 57 KB for Kimi-K2.5
 
-If it stops, run the same command again: published shards are kept, at most one is computed twice.
+If it stops, run the same command again: published shards are kept, at most two are computed twice.
 Worker i of n computes the shards whose number leaves i over n; whichever finds all of them proven
 publishes the manifest, and so does a run without --worker, whoever made the shards.
 """

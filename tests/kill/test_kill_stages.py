@@ -1,0 +1,137 @@
+"""Every stage is killed at random moments and run again: nothing is lost, nothing is different.
+
+    make test-kill
+
+Twenty kills a stage, each run killed five times before it may end. The seed is the test's
+parameter; each moment is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from eagle3.artifact import STAGES
+from tests.conftest import config_writer
+from tests.kill.victim import Life, Moment, Run, assert_equal
+
+pytestmark = pytest.mark.kill
+KILLS_A_RUN = 5
+SEEDS = range(4)
+SETTINGS = {
+    "data.sources": [{"kind": "package", "name": "chitchat", "max_conversations": 250}],
+    "data.num_validation_prompts": 16,
+    "capture.shard_bytes": 1 << 17,
+    "train.num_epochs": 3,
+    "train.log_every_steps": 1,
+    "train.checkpoint_every_steps": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_verifier_dir, tmp_path_factory) -> tuple[Path, dict[str, Life]]:
+    """A run of 01 to 05 that nobody killed, and how each of them lived."""
+    config = config_writer(tmp_path_factory.mktemp("undisturbed"), tiny_verifier_dir)(SETTINGS)
+    lives = {name: Run(config, name).measure() for name in list(STAGES)[:5]}
+    print(*(f"{name}: {life}" for name, life in lives.items()), sep="\n")
+    return config.parent / "runs" / "tiny", lives
+
+
+@pytest.fixture
+def kills(undisturbed, tiny_verifier_dir, tmp_path) -> Callable[..., Iterator[Run]]:
+    """``kills(stage, seed)``: a run killed again and again, handed over after each kill."""
+    directory, lives = undisturbed
+
+    def kills(stage: str, seed: int, share: float) -> Iterator[Run]:
+        rng = random.Random(f"{stage} {seed}")
+        config = config_writer(tmp_path, tiny_verifier_dir)(SETTINGS)
+        run = Run(config, stage, directory)
+        num_done = 0
+        while num_done < KILLS_A_RUN:
+            moment = Moment.draw(rng, lives[stage], share)
+            if run.kill(moment):
+                num_done += 1
+                print(f"{stage}, seed {seed}, kill {num_done}: {moment}")
+                yield run
+            else:  # done before: as good as any, and started over
+                print(f"{stage}, seed {seed}: {moment} came too late")
+                shutil.rmtree(run.stage)
+
+    return kills
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_01_keeps_every_answer(seed, kills, undisturbed):
+    """Sampled answers are drawn anew by another run, so the rows differ; those on disk stay."""
+    kept: dict[str, str] = {}
+    for run in kills("01_data", seed, 0.3):
+        kept |= _answers(run.stage)
+        (run.stage / "answers").mkdir(exist_ok=True)
+    screen = run.finish()
+    final = _answers(run.stage)
+    assert {key: final[key] for key in kept} == kept
+    if asked := re.search(r"answers to_come=(\d+) already_there=(\d+)", screen):
+        assert int(asked[2]) == len(kept)
+    found, expected = (json.loads((d / "manifest.json").read_text())["counts"]
+                       for d in (run.stage, undisturbed[0] / "01_data"))
+    assert found["answers"]["asked"] == expected["answers"]["asked"]
+    assert found["in"] == expected["in"]
+    assert not list(run.stage.rglob("*.partial"))
+
+
+def _answers(stage: Path) -> dict[str, str]:
+    """Whole lines of the answers on disk, by question."""
+    return {
+        json.loads(line)["key"]: line
+        for path in sorted((stage / "answers").glob("part-*.jsonl"))
+        for line in path.read_text().split("\n")[:-1]
+    }
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_02_computes_no_proven_shard_again(seed, kills, undisturbed):
+    proven: dict[str, int] = {}
+    for run in kills("02_hidden", seed, 0.3):
+        records = {path.stem for path in run.stage.glob("shard-*.json")}
+        shards = {path.stem: path.stat().st_ino for path in run.stage.glob("shard-*.safetensors")}
+        now = {name: shards[name] for name in records}
+        assert now.items() >= proven.items()
+        proven = now
+        # One is being proven while the next one is written.
+        partial = {path.name.split(".")[0] for path in run.stage.glob("shard-*.partial")}
+        assert len((shards.keys() | partial) - records) <= 2
+    run.finish()
+    for name, inode in proven.items():
+        assert (run.stage / f"{name}.safetensors").stat().st_ino == inode
+    assert_equal(run.stage, undisturbed[0] / "02_hidden")
+
+
+@pytest.mark.parametrize("stage", ["03_vocab", "05_export"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_03_and_05(stage, seed, kills, undisturbed):
+    for run in kills(stage, seed, 1.0):
+        pass
+    run.finish()
+    assert_equal(run.stage, undisturbed[0] / stage)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_04_goes_on_from_its_last_checkpoint(seed, kills, undisturbed):
+    last_step = 0
+    for run in kills("04_train", seed, 0.3):
+        steps = [int(p.stem[5:]) for p in (run.stage / "checkpoints").glob("step-*.pt")]
+        assert max(steps, default=0) >= last_step
+        last_step = max(steps, default=0)
+        lines = (run.stage / "metrics.jsonl").read_text().split("\n")[:-1] if steps else []
+        trained = max((json.loads(line)["step"] for line in lines), default=0)
+        assert trained - last_step <= SETTINGS["train.checkpoint_every_steps"]
+    screen = run.finish()
+    if last_step:
+        assert re.search(rf"resumed .* step={last_step}/", screen)
+    assert_equal(run.stage, undisturbed[0] / "04_train")
