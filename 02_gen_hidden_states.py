@@ -20,13 +20,13 @@ from pathlib import Path
 
 from eagle3.capture import VerifierHead, compute_shard, finish_shard, plan_shards, read_records
 from eagle3.contract import Wiring
-from eagle3.disk import require_room
+from eagle3.disk import require_free, require_room
 from eagle3.engine import Engine
 from eagle3.preflight import check
 from eagle3.progress import Progress
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script, stop_flag
-from eagle3.shards import Shard, bytes_per_token
+from eagle3.shards import Shard, bytes_per_token, shard_bytes
 from eagle3.stage import Stage
 
 
@@ -43,10 +43,14 @@ def main(invocation: Invocation) -> None:
         token_bytes = bytes_per_token(num_aux, wiring.hidden_size, wiring.dtype)
         shard_tokens = config.capture.shard_bytes // token_bytes
         plan = plan_shards(rows.lengths, shard_tokens, stage.directory)
+        planned_bytes = {
+            path: shard_bytes(len(part), int(rows.lengths[part].sum()), token_bytes)
+            for path, part in plan.items()
+        }
         records = read_records(plan)
         require_room(
             stage.directory,
-            needed_bytes=int(rows.lengths.sum()) * token_bytes,
+            needed_bytes=sum(planned_bytes.values()),
             kept_bytes=sum(record["bytes"] for record in records.values() if record),
             budget_bytes=config.capture.disk_budget_bytes,
         )
@@ -54,6 +58,8 @@ def main(invocation: Invocation) -> None:
         own = worker.part(list(plan)) if worker else list(plan)
         missing = [path for path in own if not records[path]]
         if missing:
+            for path in missing:  # what a killed run wrote and could not prove
+                path.unlink(missing_ok=True)
             own_tokens = sum(int(rows.lengths[plan[path]].sum()) for path in own)
             done_tokens = sum(records[path]["tokens"] for path in own if records[path])
             progress = Progress(own_tokens, "tokens", done=done_tokens)
@@ -63,6 +69,7 @@ def main(invocation: Invocation) -> None:
             for path in [*missing, None]:  # a shard is written while the next one is computed
                 computed = None
                 if path is not None:
+                    require_free(stage.directory, planned_bytes[path])
                     tokens = [rows.row(i)[0].tolist() for i in plan[path]]
                     computed = compute_shard(engine, wiring, plan[path], tokens, path)
                 if pending is not None:

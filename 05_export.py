@@ -56,7 +56,6 @@ def main(invocation: Invocation) -> None:
         wiring.require_equal(train.wiring, where=train.directory, fix="run 04_train.py with --redo")
         sizes = {"draft_vocab_size": len(vocab_map.d2t), "vocab_size": verifier.vocab_size}
         table = tensor_table(drafter, num_aux=len(wiring.aux_layer_ids), **sizes)
-        train.verify_checksums()
         trained = train.path("best.safetensors")
         tensors = serving_tensors(trained, table)
         # Drafted tokens by default: as many as training unrolled.
@@ -66,10 +65,9 @@ def main(invocation: Invocation) -> None:
         for form in forms:
             directory = stage.directory / form.directory
             meant = (form, table, wiring, load_file(trained), verifier)
-            if not directory.exists():  # else renamed by a run that stopped before its manifest
-                with publishing_directory(directory) as partial:
-                    write_directory(partial, tensors, form, wiring, verifier)
-                    check_written(partial, *meant)
+            with publishing_directory(directory) as partial:
+                write_directory(partial, tensors, form, wiring, verifier)
+                check_written(partial, *meant)
             found = check_written(directory, *meant)  # as the next stage will read it
         check_loaders(stage.directory / DRAFTER, drafter, wiring, found, verifier)
 

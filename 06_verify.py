@@ -53,7 +53,6 @@ def main(invocation: Invocation) -> None:
         check_gates(config.verify.gates, prompts)
 
         # First witness: the exported files, before anything is started on them.
-        export.verify_checksums()
         drafter = export.directory / DRAFTER
         check_export(export.directory, config, export.wiring, verifier)
         log("files", drafter=drafter, note="every tensor and key is what the config says")

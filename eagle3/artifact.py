@@ -14,7 +14,7 @@ from typing import Any
 
 from .config import Config
 from .contract import Wiring
-from .errors import OutdatedError, StaleInputError
+from .errors import DamagedError, OutdatedError, StaleInputError
 from .files import sha256_file, sha256_json
 from .fingerprint import STAGES, StageSpec, difference, expected_fingerprint, show_differences
 from .script import Invocation
@@ -62,12 +62,14 @@ class Artifact:
         """
         for name, expected, found in self.checksums():
             if found != expected:
+                path = self.directory / name
                 raise StaleInputError(
                     "a published file changed after it was checked",
-                    where=self.directory / name,
+                    where=path,
                     expected=f"sha256 {expected}",
                     found=f"sha256 {found}",
-                    fix=f"run {STAGES[self.manifest['stage']].script} with --redo",
+                    fix=f"remove {path}: its stage makes it again and keeps the rest",
+                    script=STAGES[self.manifest["stage"]].script,
                 )
 
 
@@ -104,19 +106,28 @@ def require_files(directory: Path, manifest: dict[str, Any], invocation: Invocat
     """Every file of a manifest is there and of its size.
 
     Raises:
-        StaleInputError: naming the first that is not.
+        DamagedError: naming the first that is not, and how many there are; the stage run again
+            makes them again and keeps the rest.
     """
+    damaged: dict[Path, int | None] = {}
     for name, entry in manifest["files"].items():
         path = f"{directory}/{name}"  # no Path: there may be thousands
         found_bytes = os.stat(path).st_size if os.path.isfile(path) else None
         if found_bytes != entry["bytes"]:
-            raise StaleInputError(
-                "a published file is missing" if found_bytes is None else "a file was truncated",
-                where=path,
-                expected=f"{entry['bytes']} bytes",
-                found="no file" if found_bytes is None else f"{found_bytes} bytes",
-                command=invocation.command(STAGES[manifest["stage"]].script, "--redo"),
-            )
+            damaged[Path(path)] = found_bytes
+    if damaged:
+        path, found_bytes = next(iter(damaged.items()))
+        more = f", and {len(damaged) - 1} more like it" if len(damaged) > 1 else ""
+        error = DamagedError(
+            "a published file is missing" if found_bytes is None else "a file was truncated",
+            where=path,
+            expected=f"{manifest['files'][str(path.relative_to(directory))]['bytes']} bytes",
+            found=("no file" if found_bytes is None else f"{found_bytes} bytes") + more,
+            fix="its stage makes it again and keeps the rest",
+            command=invocation.command(STAGES[manifest["stage"]].script),
+        )
+        error.paths = tuple(damaged)
+        raise error
 
 
 def require_same(
@@ -203,7 +214,7 @@ def read_manifest(directory: Path, spec: StageSpec, invocation: Invocation) -> d
             where=path,
             expected="the content its own digest was taken of",
             found="another content",
-            fix="restore the file, or redo that stage",
-            command=invocation.command(spec.script, "--redo"),
+            fix=f"remove {path}: its stage writes it again and keeps the rest",
+            command=invocation.command(spec.script),
         )
     return manifest

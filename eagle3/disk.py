@@ -59,6 +59,23 @@ def write_speed(run_dir: Path) -> int | None:
     return speed
 
 
+def require_free(directory: Path, num_bytes: int) -> None:
+    """Before a file is computed: that its disk still has room for it.
+
+    Raises:
+        NoRoomError: it has not.
+    """
+    free = free_bytes(directory)
+    if num_bytes > free:
+        raise NoRoomError(
+            "the disk filled up meanwhile; everything published so far is intact",
+            where=directory,
+            expected=f"at least {format_bytes(num_bytes)} for the next file",
+            found=f"{format_bytes(free)} free",
+            fix="free space on that file system",
+        )
+
+
 def require_room(directory: Path, *, needed_bytes: int, kept_bytes: int, budget_bytes: int) -> None:
     """Say what a stage needs, has published, may use and finds free; refuse if it cannot fit.
 

@@ -6,6 +6,7 @@ do next. Anything else that escapes is our own bug: exit 1 and a traceback in th
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 EXIT_DONE = 0
@@ -83,6 +84,16 @@ class OutdatedError(StaleInputError):
     """
 
     differences: tuple[tuple[str, Any, Any], ...] = ()
+
+
+class DamagedError(StaleInputError):
+    """Files of a finished stage are missing, or not of the size they were published with.
+
+    Attributes:
+        paths: of all of them.
+    """
+
+    paths: tuple[Path, ...] = ()
 
 
 class GateError(PipelineError):

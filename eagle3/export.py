@@ -163,6 +163,8 @@ def publishing_directory(directory: Path) -> Iterator[Path]:
     try:
         yield partial
         fsync_directory(partial)  # its files were fsynced one by one
+        if directory.exists():  # of a run that stopped before its manifest, or damaged
+            shutil.rmtree(directory)
         os.rename(partial, directory)
         fsync_directory(directory.parent)
     except BaseException:

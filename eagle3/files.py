@@ -42,13 +42,10 @@ def publishing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(partial, path)
         fsync_directory(path.parent)
-    except OSError as error:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
         if is_disk_full(error):
             raise disk_full(path) from error
-        raise
-    except BaseException:
-        partial.unlink(missing_ok=True)
         raise
 
 
@@ -152,16 +149,10 @@ def write_tensors(
     Raises:
         NoRoomError: the disk is full.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with publishing(path) as partial:
-        try:
-            save_file(tensors, partial, metadata=metadata)
-        except SafetensorError as error:
-            if is_disk_full(error):
-                raise disk_full(path) from error
-            raise
+        save_file(tensors, partial, metadata=metadata)
         validate(partial)
 
 

@@ -18,20 +18,27 @@ from .verifier import Verifier
 
 @dataclass(frozen=True)
 class StageSpec:
-    """What a stage is made from; ``version`` is bumped by hand when its output changes meaning."""
+    """What a stage is made from.
+
+    Attributes:
+        version: bumped by hand when its output changes meaning.
+        checked_when_read: its files are too large to be read whole beforehand; whoever reads a
+            part of one compares that part's own checksum.
+    """
 
     name: str
     script: str
     version: int
     sections: tuple[str, ...]
     inputs: tuple[str, ...]
+    checked_when_read: bool = False
 
 
 STAGES = {
     spec.name: spec
     for spec in (
         StageSpec("01_data", "01_prepare_data.py", 1, ("verifier", "data", "evaluation"), ()),
-        StageSpec("02_hidden", "02_gen_hidden_states.py", 2, ("capture",), ("01_data",)),
+        StageSpec("02_hidden", "02_gen_hidden_states.py", 2, ("capture",), ("01_data",), True),
         StageSpec("03_vocab", "03_build_vocab_map.py", 1, ("vocab",), ("01_data",)),
         StageSpec(
             "04_train",

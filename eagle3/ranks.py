@@ -6,11 +6,13 @@ main process (a checkpoint, a checksum) is no unfinished NCCL call for a watchdo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from .errors import Interrupted, PipelineError
+from .orphans import die_with_parent
 from .script import log, stop_flag
 
 T = TypeVar("T")
@@ -39,6 +41,8 @@ class Ranks:
         state = PartialState(cpu=not torch.cuda.is_available())
         if state.num_processes == 1:
             return cls()
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # a launcher that is killed ends nobody
+            die_with_parent(os.getppid())
         group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         ranks = cls(state.process_index, state.num_processes, group)
         log.muted = not ranks.is_main

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TextIO
 from .config import Config
 from .config_file import load_config
 from .errors import EXIT_BUG, EXIT_DONE, EXIT_INTERRUPTED, Interrupted, PipelineError
-from .files import write_note
+from .files import disk_full, is_disk_full, write_note
 from .workers import Worker
 
 # How a process of a stage ended, until it is begun again or done: ``ended.json`` beside its log.
@@ -132,7 +132,8 @@ class Log:
         line = self._line(message, values)
         if self.bar is not None:
             self.bar.clear()
-        print(line, flush=True)
+        with contextlib.suppress(OSError):
+            print(line, flush=True)
         if self.bar is not None:
             self.bar.refresh()
         self.to_file(line)
@@ -216,7 +217,9 @@ def exit_after(main: Callable[[Invocation], None], invocation: Invocation) -> No
     stop_flag.install()
     code, told, command = EXIT_DONE, {}, invocation.command()
     try:
-        main(invocation)
+        with _full_disk_named():
+            main(invocation)
+        stop_flag.raise_if_set()  # the stage is done; what was to run after it is not
     except PipelineError as error:
         log.end_bar()
         log.to_file(traceback.format_exc())
@@ -250,5 +253,27 @@ def exit_after(main: Callable[[Invocation], None], invocation: Invocation) -> No
             log("stopped; everything published is kept", next=command)
     if path := log.beside(ENDED):
         write_note(path, {"code": code, "unix_s": time.time(), "command": command, **told})
-    sys.stdout.flush()
+    _flush_screen()
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def _full_disk_named() -> Iterator[None]:
+    """A full disk is one whatever library met it."""
+    try:
+        yield
+    except PipelineError:
+        raise
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        where = getattr(error, "filename", None) or (log.path.parent if log.path else ".")
+        raise disk_full(Path(where)) from error
+
+
+def _flush_screen() -> None:
+    """Where the screen is a file on a full disk, or a pipe nobody reads, its end is no error."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

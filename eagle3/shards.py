@@ -30,6 +30,8 @@ from safetensors import SafetensorError, safe_open
 from .errors import GateError, StaleInputError
 from .files import write_tensors
 
+# safetensors' JSON of the six tensors takes about 500.
+_MAX_HEADER_BYTES = 1024
 _CAPTURE = "02_gen_hidden_states.py"
 
 
@@ -271,6 +273,15 @@ def open_all(artifact: Any) -> list[Shard]:
 def shard_names(names: Any) -> Iterator[str]:
     """Names of the shard files among an artifact's file names."""
     return (name for name in sorted(names) if name.endswith(".safetensors"))
+
+
+def shard_bytes(num_rows: int, num_tokens: int, token_bytes: int) -> int:
+    """What a shard takes on disk, at most: states, ids, offsets, checksums and the header.
+
+    Args:
+        token_bytes: as ``bytes_per_token`` says.
+    """
+    return num_tokens * token_bytes + 8 * (3 * num_rows + 1) + _MAX_HEADER_BYTES
 
 
 def bytes_per_token(num_aux: int, hidden_size: int, dtype: str) -> int:

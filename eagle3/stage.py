@@ -1,8 +1,8 @@
 """One run of one script: lock, fingerprint, banner, manifest.
 
 On start: done with the same fingerprint -> one line and the next command; partial with the same
-one -> continue; anything else -> refuse and show the difference. ``manifest.json`` is written
-last.
+one -> continue; done but with files damaged -> partial, without those; anything else -> refuse and
+show the difference. ``manifest.json`` is written last.
 """
 
 from __future__ import annotations
@@ -32,8 +32,15 @@ from .artifact import (
 from .config import Config
 from .contract import Wiring
 from .disk import free_bytes, write_speed
-from .errors import OutdatedError
-from .files import format_bytes, sha256_file, sha256_json, write_json, write_text
+from .errors import DamagedError, OutdatedError
+from .files import (
+    PARTIAL_SUFFIX,
+    format_bytes,
+    sha256_file,
+    sha256_json,
+    write_json,
+    write_text,
+)
 from .fingerprint import STAGES, expected_fingerprint, is_verdict, open_verifier
 from .locks import StageLock
 from .machine import devices, versions
@@ -68,6 +75,7 @@ class Stage:
         self._lock = StageLock(self.config.run_dir, self.name, self.invocation.worker)
         self._aside = self.config.run_dir / f"{self.name}.old"
         self._opened: dict[str, Artifact] = {}
+        self._damaged: tuple[Path, ...] = ()
         self._start_s = time.time()
 
     def __enter__(self) -> Stage:
@@ -91,10 +99,17 @@ class Stage:
         try:
             with self._lock.turn():
                 self._start()
+            if not self.done:
+                self._verify_inputs()
         except BaseException:
             self._lock.close()
             raise
         return self.done
+
+    def _verify_inputs(self) -> None:
+        for name, upstream in self.inputs.items():
+            if not STAGES[name].checked_when_read:
+                upstream.verify_checksums()
 
     def _start(self) -> None:
         if self.invocation.redo:
@@ -104,11 +119,15 @@ class Stage:
             worker = self.invocation.worker
             name = f"log.worker-{worker.index}.txt" if worker else "log.txt"
             log.open(self.directory / name)
+            if worker is None:
+                self._sweep()
             self._forget(keep_workers=worker is not None)
             write_json(self.directory / FINGERPRINT, self.fingerprint)
             text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
             write_text(self.directory / "config.yaml", text)
             self._banner("start")
+            for path in self._damaged:
+                log("a published file was damaged and is made again", path=path)
 
     def __exit__(self, *_exception: object) -> None:
         self._lock.close()
@@ -143,6 +162,12 @@ class Stage:
                 open_artifact(self.config, self.name, self.invocation, self._opened)
             elif found := read_fingerprint(self.directory, self.spec, self.invocation):
                 require_same(self.config, self.name, found, self.invocation, self._opened)
+        except DamagedError as error:
+            self._damaged = error.paths
+            write_json(self.directory / FINGERPRINT, self.fingerprint)
+            for path in (self.directory / MANIFEST, *error.paths):
+                path.unlink(missing_ok=True)
+            return
         except OutdatedError as error:
             if not is_verdict(error.differences):
                 raise
@@ -163,6 +188,14 @@ class Stage:
         Artifact(self.directory, manifest).verify_checksums()
         write_json(self.directory / FINGERPRINT, self.fingerprint)
         (self.directory / MANIFEST).unlink()
+
+    def _sweep(self) -> None:
+        """Remove what killed runs left half written."""
+        for path in list(self.directory.rglob(f"*{PARTIAL_SUFFIX}")):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def _forget(self, *, keep_workers: bool) -> None:
         """Remove what earlier processes of the stage noted: how far they were, how they ended."""

@@ -89,7 +89,8 @@ def check_all(config: Config, invocation: Invocation) -> None:
             where=path,
             expected="the content that its manifest has the checksum of",
             found=f"another content, or none; of {len(changed)} of {num_files} files in all",
-            command=invocation.command(STAGES[name].script, "--redo"),
+            fix="remove them: their stages make them again and keep the rest",
+            command=invocation.command(STAGES[name].script),
         )
 
 

@@ -14,10 +14,7 @@ over; both simply write by position.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import os
-import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,28 +23,15 @@ import torch
 
 from .errors import PipelineError
 from .files import sha256_file
+from .orphans import die_with_parent
 from .shards import ShardBuffer
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-def _die_with_parent() -> None:
-    """Have the kernel kill this process the moment its parent ends, however that ends.
-
-    vLLM's own workers watch a pipe to their parent, but only once the model is loaded (minutes
-    for a large one), and only between two steps (``v1/executor/multiproc_executor.py``,
-    ``monitor_death_pipe``): until then they would hold their GPUs.
-    """
-    parent = multiprocessing.parent_process()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is None or os.getppid() != parent.pid:  # it ended before the kernel was asked
-        os._exit(1)
-
-
-# vLLM imports this module in each of its worker processes before it loads the model there. With
-# one worker there is no such process: the engine runs inside the script.
-if multiprocessing.parent_process() is not None:
-    _die_with_parent()
+# vLLM imports this module in each of its worker processes, before it loads the model there. They
+# watch a pipe to their parent, but only from when the model is loaded, and between two steps
+# (``v1/executor/multiproc_executor.py``, ``monitor_death_pipe``): a large model would go on loading
+# on GPUs that nobody uses. With one worker the engine runs inside the script, and this is no child.
+if parent := multiprocessing.parent_process():
+    die_with_parent(parent.pid)
 
 
 class CaptureWorker:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eagle3.errors import StaleInputError
-from eagle3.shards import CapturedRow, ShardBuffer, open_all
+from eagle3.shards import CapturedRow, ShardBuffer, bytes_per_token, open_all, shard_bytes
 
 LENGTHS_TOKENS = [[2, 3], [1, 4], [5]]
 
@@ -105,3 +105,10 @@ def test_swapped_shards_of_one_size_are_found(tmp_path):
     with pytest.raises(StaleInputError, match="other rows") as caught:
         read_all(tmp_path)
     assert caught.value.where == str(first) and "rows 2 to 3" in caught.value.found
+
+
+def test_a_shard_takes_no_more_than_is_planned_for_it(tmp_path):
+    for path, lengths in zip(write_shards(tmp_path), LENGTHS_TOKENS, strict=True):
+        token_bytes = bytes_per_token(num_aux=2, hidden_size=3, dtype="bfloat16")
+        planned = shard_bytes(len(lengths), sum(lengths), token_bytes)
+        assert 0 <= planned - path.stat().st_size < 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 
@@ -124,3 +125,39 @@ def test_a_disk_full_to_the_last_byte_is_exit_5(write_config, small_disk, tmp_pa
     screen, errors = process.communicate(timeout=60)
     assert process.returncode == 5, errors
     assert "the disk is full" in screen and "Traceback" not in screen + errors
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "open('/dev/full', 'w').write('x' * 100000)",
+        "raise RuntimeError('io: No space left on device (os error 28)')",
+        "from eagle3.files import write_text; from pathlib import Path\n"
+        "os.symlink('/dev/full', 'file.partial'); write_text(Path('file'), 'x')",
+    ],
+    ids=["a library", "in words only", "an artifact"],
+)
+def test_a_full_disk_is_exit_5_whoever_meets_it(body, tmp_path):
+    process = start_script(tmp_path, body, tmp_path / "config.yaml", cwd=tmp_path)
+    screen, errors = process.communicate(timeout=60)
+    assert process.returncode == 5 and "error     the disk is full" in screen, errors
+    assert "Traceback" not in screen + errors
+
+
+@pytest.mark.parametrize(("body", "code"), [("log('done')", 0), ("raise Interrupted", 75)])
+def test_a_screen_that_cannot_be_written_changes_nothing(body, code, tmp_path):
+    """Sent to a file on the full disk, or to a pipe whose reader is gone."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    process = start_script(tmp_path, body, tmp_path / "config.yaml", stdout=full)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code and not errors
+
+
+def test_a_stop_while_the_last_unit_is_done_stops_what_follows(tmp_path):
+    """``01 && 02``: a signal that 01 outlived must not be forgotten."""
+    body = "print('started', flush=True)\nwhile stop_flag.signal_name is None: time.sleep(0.02)"
+    process = start_script(tmp_path, body, tmp_path / "config.yaml")
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 75

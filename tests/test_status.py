@@ -203,7 +203,7 @@ def test_damage_shows_with_what_to_do(run):
     artifact.path("rows.txt").unlink()
     found = state(run, "01_data")
     assert found.startswith("damaged: a published file is missing") and "rows.txt" in found
-    assert command(run) == f"python 01_prepare_data.py {run.path} --redo"
+    assert command(run) == f"python 01_prepare_data.py {run.path}"
     (artifact.directory / "manifest.json").unlink()
     (artifact.directory / "fingerprint.json").write_text("{")
     assert state(run, "01_data").startswith("damaged: an unfinished stage does not say")
@@ -232,9 +232,8 @@ def test_every_file_is_read_on_demand(damage, write_config):
     assert code == EXIT_STALE and "checksums: 4 of 6 files are as published" in lines
     named = [line for line in lines if line.startswith("not as published: ")]
     assert [Path(line.split(": ")[1]).parent.name for line in named] == ["02_hidden", "05_export"]
-    assert lines[-1].endswith(
-        "python 02_gen_hidden_states.py " + f"{run.path} --set data.seed=7 --redo"
-    )
+    command = f"python 02_gen_hidden_states.py {run.path} --set data.seed=7"
+    assert "next      remove them" in lines[-1] and lines[-1].endswith(f", then: {command}")
 
 
 def test_a_config_that_does_not_load_is_exit_2(run):

@@ -78,8 +78,10 @@ def test_01_keeps_every_answer(seed, kills, undisturbed):
     assert {key: final[key] for key in kept} == kept
     if asked := re.search(r"answers to_come=(\d+) already_there=(\d+)", screen):
         assert int(asked[2]) == len(kept)
-    found, expected = (json.loads((d / "manifest.json").read_text())["counts"]
-                       for d in (run.stage, undisturbed[0] / "01_data"))
+    found, expected = (
+        json.loads((d / "manifest.json").read_text())["counts"]
+        for d in (run.stage, undisturbed[0] / "01_data")
+    )
     assert found["answers"]["asked"] == expected["answers"]["asked"]
     assert found["in"] == expected["in"]
     assert not list(run.stage.rglob("*.partial"))
