@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from eagle3.answers import Answer, AnswerBook, Question, answered_row, questions
 from eagle3.config import RegenerateSection
 from eagle3.engine import Completion, Sampling
+from eagle3.progress import Progress
 from eagle3.rows import TokenRows
-from eagle3.script import Progress
 from eagle3.selection import Candidate
 from eagle3.summary import marked, preview, tally
 

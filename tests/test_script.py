@@ -11,7 +11,6 @@ import pytest
 from eagle3.errors import ConfigError, GateError, NoRoomError, StaleInputError
 from tests.runs import start_script
 
-
 PARTS = 'where="HERE", expected="THIS", found="THAT", fix="do it"'
 
 
