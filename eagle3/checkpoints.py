@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
+from .errors import StaleInputError
 from .files import publishing
 
 KEPT_CHECKPOINTS = 2
@@ -35,7 +37,54 @@ class Checkpoints:
         Raises:
             NoRoomError: the disk is full.
         """
-        with publishing(path) as partial:
-            torch.save(state, partial)
+        # Through a file of ours: torch's own says "unexpected pos" of a full disk.
+        with publishing(path) as partial, open(partial, "wb") as file:
+            torch.save({**state, "checksum": _checksum(state)}, file)
         for old in self.all()[:-KEPT_CHECKPOINTS]:
             old.unlink()
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read one and compare its checksum: ``torch.load`` looks at none, and takes most changed
+        bits for weights.
+
+        Raises:
+            StaleInputError: it is damaged.
+        """
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state.pop("checksum") != _checksum(state):
+                raise ValueError("its checksum is another one")
+        except Exception as error:  # torch raises whatever its readers do
+            before = "training goes on from the checkpoint before it"
+            raise StaleInputError(
+                "a checkpoint is damaged",
+                where=path,
+                expected="a checkpoint as training wrote it",
+                found=" ".join(f"{type(error).__name__}: {error}".split())[:200],
+                fix="put it back from a copy, or train again (--redo)"
+                if path == self.best
+                else f"remove {path}: {before}",
+            ) from error
+        return state
+
+
+def _checksum(state: Any) -> str:
+    """XXH3 of nested dicts and lists of tensors and numbers, in their order."""
+    digest = xxhash.xxh3_128()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        elif isinstance(value, dict):
+            for key, entry in value.items():
+                digest.update(repr(key).encode())
+                add(entry)
+        elif isinstance(value, list | tuple):
+            for entry in value:
+                add(entry)
+        else:
+            digest.update(repr(value).encode())
+
+    add(state)
+    return digest.hexdigest()

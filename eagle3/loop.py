@@ -258,26 +258,29 @@ class Trainer:
                 "model": trained_state(self.accelerator.unwrap_model(self.step)),
                 "optimizer": self.optimizer.state_dict(),
                 "scheduler": self.scheduler.state_dict(),
+                "metrics": self.metrics.lines,
             }
             self.checkpoints.publish(path, state)
 
         self.ranks.on_main(publish)
 
     def _resume(self) -> None:
+        lines: list[str] = []
         if latest := self.ranks.on_main(self.checkpoints.latest):
             state = self.ranks.agree(lambda: self._load_weights(latest))
             self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
             self.done_steps, self.best = state["step"], dict(state["best"])
+            lines = state["metrics"]
             log("resumed", checkpoint=latest, step=f"{self.done_steps}/{len(self.plan)}")
-        self.ranks.on_main(lambda: self.metrics.trim(self.done_steps))
+        self.ranks.on_main(lambda: self.metrics.restore(lines))
 
     def load_best(self) -> None:
         """Put the best checkpoint's weights into the drafter."""
         self._load_weights(self.checkpoints.best)
 
     def _load_weights(self, path: Path) -> dict[str, Any]:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = self.checkpoints.load(path)
         drafter = self.accelerator.unwrap_model(self.step).drafter
         _, unexpected = drafter.load_state_dict(state["model"], strict=False)
         assert not unexpected, unexpected

@@ -28,23 +28,23 @@ from .ranks import Ranks
 class Metrics:
     """``metrics.jsonl``: one line a window of training steps, and one a validation.
 
-    What a killed run wrote beyond its last checkpoint is cut off, and written again.
+    Checkpoints carry the lines, and a resumed run writes the file from them: whatever a kill did
+    to the file, it has each line once.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "metrics.jsonl"
+        self.lines: list[str] = []
 
     def append(self, values: dict[str, Any]) -> None:
+        self.lines.append(json.dumps(values) + "\n")
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(self.lines[-1])
 
-    def trim(self, num_steps: int) -> None:
-        """Keep the whole lines of the first ``num_steps`` steps."""
-        if self.path.is_file():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in kept if json.loads(line)["step"] <= num_steps]
-            write_text(self.path, "".join(kept))
+    def restore(self, lines: list[str]) -> None:
+        """Begin with the lines of a checkpoint; none at the start."""
+        self.lines = list(lines)
+        write_text(self.path, "".join(lines))
 
 
 @dataclass
