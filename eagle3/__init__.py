@@ -3,7 +3,7 @@
 Modules, lowest floor first; imports point down only:
 
 ground   errors, files, disk, machine, config, config_file, workers, locks, script, progress,
-         verifier, contract, fingerprint, artifact, run_state, ranks, stage
+         verifier, contract, fingerprint, manifest, artifact, run_state, leftovers, ranks, stage
 floor 1  rows, shards, messages, chat, corpus, vocab, drafter, acceptance, summary
 floor 2  engine, vllm_cpu, worker, capture, batches, ttt, replay, predict, answers, selection
 floor 3  loop, export, exported, serve, report, pictures

@@ -5,7 +5,6 @@ An artifact is what its manifest says it is: no manifest, no artifact.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,12 +14,10 @@ from typing import Any
 from .config import Config
 from .contract import Wiring
 from .errors import DamagedError, OutdatedError, StaleInputError
-from .files import sha256_file, sha256_json
-from .fingerprint import STAGES, StageSpec, difference, expected_fingerprint, show_differences
+from .files import sha256_file
+from .fingerprint import STAGES, difference, expected_fingerprint, show_differences
+from .manifest import read_manifest
 from .script import Invocation
-
-MANIFEST = "manifest.json"
-FINGERPRINT = "fingerprint.json"
 
 
 @dataclass(frozen=True)
@@ -161,60 +158,3 @@ def require_same(
         )
         error.differences = tuple(differences)
         raise error
-
-
-def read_fingerprint(directory: Path, spec: StageSpec, invocation: Invocation) -> dict[str, Any]:
-    """What a stage on disk was made from, or began to be made from; {} if there is none.
-
-    Raises:
-        StaleInputError: what says so is damaged.
-    """
-    if (directory / MANIFEST).is_file():
-        return read_manifest(directory, spec, invocation)["fingerprint"]
-    path = directory / FINGERPRINT
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StaleInputError(
-            "an unfinished stage does not say what it was made from",
-            where=path,
-            expected="the JSON written when it began",
-            found=error,
-            fix="start it over",
-            command=invocation.command(spec.script, "--redo"),
-        ) from error
-
-
-def read_manifest(directory: Path, spec: StageSpec, invocation: Invocation) -> dict[str, Any]:
-    """A finished stage's manifest.
-
-    Raises:
-        StaleInputError: it is not there, or damaged.
-    """
-    path = directory / MANIFEST
-    if not path.is_file():
-        started = (directory / FINGERPRINT).is_file()
-        raise StaleInputError(
-            f"{spec.name} is {'not finished' if started else 'not there'}",
-            where=path,
-            expected="a manifest, written last by the stage",
-            found="an unfinished run of the stage" if started else "nothing",
-            command=invocation.command(spec.script),
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        intact = manifest.pop("self_digest") == sha256_json(manifest)
-    except (ValueError, KeyError, AttributeError):
-        intact = False
-    if not intact:
-        raise StaleInputError(
-            "the manifest was edited or damaged",
-            where=path,
-            expected="the content its own digest was taken of",
-            found="another content",
-            fix=f"remove {path}: its stage writes it again and keeps the rest",
-            command=invocation.command(spec.script),
-        )
-    return manifest

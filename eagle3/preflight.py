@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from .artifact import MANIFEST, open_artifact
+from .artifact import open_artifact
 from .chat import Chat
 from .config import Config, HubSource, Source
 from .contract import Wiring
@@ -24,6 +24,7 @@ from .files import format_bytes
 from .fingerprint import STAGES
 from .flat import written_layer_ids
 from .gpus import require_gpus
+from .manifest import MANIFEST
 from .messages import Conversation, Drop
 from .script import Invocation, log
 from .selection import check_config, select

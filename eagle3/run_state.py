@@ -12,19 +12,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from .artifact import (
-    FINGERPRINT,
-    MANIFEST,
-    Artifact,
-    open_artifact,
-    read_fingerprint,
-    require_same,
-)
+from .artifact import Artifact, open_artifact, require_same
 from .config import Config
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, OutdatedError, PipelineError, StaleInputError
 from .files import read_note
 from .fingerprint import STAGES, is_verdict
 from .locks import holders
+from .manifest import FINGERPRINT, MANIFEST, read_fingerprint
 from .progress import PROGRESS
 from .script import ENDED, Invocation
 

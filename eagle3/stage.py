@@ -7,10 +7,8 @@ show the difference. ``manifest.json`` is written last.
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
-import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -19,35 +17,20 @@ from typing import Any
 
 import yaml
 
-from .artifact import (
-    FINGERPRINT,
-    MANIFEST,
-    Artifact,
-    open_artifact,
-    read_fingerprint,
-    read_manifest,
-    require_files,
-    require_same,
-)
+from .artifact import Artifact, open_artifact, require_files, require_same
 from .config import Config
 from .contract import Wiring
 from .disk import free_bytes, write_speed
 from .errors import DamagedError, OutdatedError
-from .files import (
-    PARTIAL_SUFFIX,
-    format_bytes,
-    sha256_file,
-    sha256_json,
-    write_json,
-    write_text,
-)
+from .files import format_bytes, write_json, write_text
 from .fingerprint import STAGES, expected_fingerprint, is_verdict, open_verifier
+from .leftovers import discard, forget, set_aside, sweep
 from .locks import StageLock
 from .machine import devices, versions
-from .progress import PROGRESS
+from .manifest import FINGERPRINT, MANIFEST, read_fingerprint, read_manifest, write_manifest
 from .ranks import ALONE, Ranks
 from .run_state import look, next_step
-from .script import ENDED, Invocation, log
+from .script import Invocation, log
 from .verifier import Verifier
 
 
@@ -113,15 +96,15 @@ class Stage:
 
     def _start(self) -> None:
         if self.invocation.redo:
-            self._set_aside()
+            set_aside(self.directory, self._aside)
         self._compare_with_disk()
         if not self.done:
             worker = self.invocation.worker
             name = f"log.worker-{worker.index}.txt" if worker else "log.txt"
             log.open(self.directory / name)
             if worker is None:
-                self._sweep()
-            self._forget(keep_workers=worker is not None)
+                sweep(self.directory)
+            forget(self.directory, keep_workers=worker is not None)
             write_json(self.directory / FINGERPRINT, self.fingerprint)
             text = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False)
             write_text(self.directory / "config.yaml", text)
@@ -136,74 +119,43 @@ class Stage:
     def verifier(self) -> Verifier:
         return open_verifier(self.config.verifier)
 
-    def _set_aside(self) -> None:
-        """Start from nothing; the old output stays beside until ``commit`` has published."""
-        finished = (self.directory / MANIFEST).exists()
-        if self._aside.exists() and not finished:  # an interrupted --redo: keep what it set aside
-            self._discard(self.directory)
-        elif finished or (self.directory / FINGERPRINT).exists():
-            self._discard(self._aside)
-            os.rename(self.directory, self._aside)
-        self.directory.mkdir(exist_ok=True)
-
-    def _discard(self, directory: Path) -> None:
-        """Delete a directory whole: a kill leaves no half of it under a name that is looked at."""
-        trash = self.config.run_dir / f".{self.name}.discarded"
-        if trash.exists():
-            shutil.rmtree(trash)
-        if directory.exists():
-            os.rename(directory, trash)
-            shutil.rmtree(trash)
-
     def _compare_with_disk(self) -> None:
-        finished = (self.directory / MANIFEST).is_file()
         try:
-            if finished:
-                open_artifact(self.config, self.name, self.invocation, self._opened)
+            if (self.directory / MANIFEST).is_file():
+                self.done = self._open_own()
             elif found := read_fingerprint(self.directory, self.spec, self.invocation):
                 require_same(self.config, self.name, found, self.invocation, self._opened)
         except DamagedError as error:
             self._damaged = error.paths
-            write_json(self.directory / FINGERPRINT, self.fingerprint)
-            for path in (self.directory / MANIFEST, *error.paths):
-                path.unlink(missing_ok=True)
-            return
+            self._reopen()
         except OutdatedError as error:
             if not is_verdict(error.differences):
                 raise
-            if finished:
-                self._reopen()
-            log("judged by other gates, nothing is measured again", changed=error.found)
-            return
-        if finished:
-            self._discard(self._aside)  # an earlier --redo died between its manifest and this
-            self.done = True
+        if self.done:
+            discard(self._aside)  # an earlier --redo died between its manifest and this
             log("already done", output=self.directory)
             self.say_next()
 
+    def _open_own(self) -> bool:
+        """Whether the finished stage is what it would be now, its verdict included."""
+        try:
+            open_artifact(self.config, self.name, self.invocation, self._opened)
+        except OutdatedError as error:
+            if not is_verdict(error.differences):
+                raise
+            manifest = read_manifest(self.directory, self.spec, self.invocation)
+            require_files(self.directory, manifest, self.invocation)
+            Artifact(self.directory, manifest).verify_checksums()
+            log("other gates: what was measured is kept and judged again", changed=error.found)
+            self._reopen()
+            return False
+        return True
+
     def _reopen(self) -> None:
-        """Make a finished stage an unfinished one, once its files are known to be intact."""
-        manifest = read_manifest(self.directory, self.spec, self.invocation)
-        require_files(self.directory, manifest, self.invocation)
-        Artifact(self.directory, manifest).verify_checksums()
+        """Make a finished stage an unfinished one, without its damaged files."""
         write_json(self.directory / FINGERPRINT, self.fingerprint)
-        (self.directory / MANIFEST).unlink()
-
-    def _sweep(self) -> None:
-        """Remove what killed runs left half written."""
-        for path in list(self.directory.rglob(f"*{PARTIAL_SUFFIX}")):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-
-    def _forget(self, *, keep_workers: bool) -> None:
-        """Remove what earlier processes of the stage noted: how far they were, how they ended."""
-        for what in (PROGRESS, ENDED):
-            for path in self.directory.glob(f"{what}*.json"):
-                others = keep_workers and ".worker-" in path.name and path != log.beside(ENDED)
-                if not others and path != log.beside(PROGRESS):
-                    path.unlink(missing_ok=True)
+        for path in (self.directory / MANIFEST, *self._damaged):
+            path.unlink(missing_ok=True)
 
     def _banner(self, what: str) -> None:
         log(what, run=self.config.run.name, config=self.invocation.config_path)
@@ -241,12 +193,20 @@ class Stage:
             assert counts["in"] == counts["out"] + dropped, counts
         with self._lock.turn():
             if not (self.directory / MANIFEST).is_file():
-                self._write_manifest(files, counts, wiring, results or {}, checksums or {})
+                made = {
+                    "stage": self.name,
+                    "fingerprint": self.fingerprint,
+                    "counts": counts,
+                    "wiring": wiring.to_json() if wiring else None,
+                    "results": results or {},
+                }
+                seconds = time.time() - self._start_s
+                write_manifest(self.directory, made, files, checksums or {}, seconds)
             self._opened = {}  # read anew, as the next stage will
             artifact = open_artifact(self.config, self.name, self.invocation, self._opened)
-            self._discard(self._aside)
+            discard(self._aside)
             log.path = None  # nothing more to note
-            self._forget(keep_workers=False)
+            forget(self.directory, keep_workers=False)
         log(
             "done",
             took=f"{time.time() - self._start_s:.0f}s",
@@ -256,40 +216,6 @@ class Stage:
         )
         self.say_next()
         return artifact
-
-    def _write_manifest(
-        self,
-        files: list[str],
-        counts: dict[str, Any],
-        wiring: Wiring | None,
-        results: dict[str, Any],
-        checksums: dict[str, str],
-    ) -> None:
-        made = {
-            "stage": self.name,
-            "fingerprint": self.fingerprint,
-            "files": {
-                name: {
-                    "bytes": (self.directory / name).stat().st_size,
-                    "sha256": checksums.get(name) or sha256_file(self.directory / name),
-                }
-                for name in sorted(files)
-            },
-            "counts": counts,
-            "wiring": wiring.to_json() if wiring else None,
-            "results": results,
-        }
-        manifest = {
-            **made,
-            "digest": sha256_json(made),
-            "environment": {
-                "host": platform.node(),
-                "versions": versions(),
-                "seconds": round(time.time() - self._start_s, 1),
-            },
-        }
-        manifest["self_digest"] = sha256_json(manifest)
-        write_json(self.directory / MANIFEST, manifest)
 
     def say_next(self) -> None:
         """Print what comes next in this run, and its command."""

@@ -15,12 +15,13 @@ from __future__ import annotations
 import os
 from functools import partial
 
-from .artifact import MANIFEST, Artifact, read_manifest
+from .artifact import Artifact
 from .config import Config
 from .disk import free_bytes, used_bytes
 from .errors import StaleInputError
 from .files import format_bytes
 from .fingerprint import STAGES
+from .manifest import MANIFEST, read_manifest
 from .run_state import STATUS, StageState, look, next_step
 from .script import Invocation, command_line, exit_after, log, stop_flag
 
