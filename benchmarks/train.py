@@ -130,7 +130,7 @@ def measure(
 
 
 def fresh_drafter(config: Config, vocab: VocabMap) -> Any:
-    torch.manual_seed(0)
+    torch.manual_seed(config.train.seed)
     verifier = open_verifier(config.verifier)
     wiring = Wiring.at_capture(config, verifier)
     drafter_config = speculators_config(
