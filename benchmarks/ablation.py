@@ -6,7 +6,8 @@
 
 Needs the run's 01 to 03. A row trains a fresh drafter on the same TRAIN_TOKENS tokens, exports it
 and serves the held-out prompts greedily, as 06 does. ``speculators`` rows are its recipe: its
-forward, its mask, KL, three steps; optimizer, schedule and batches are those of the other rows.
+forward, its mask, its norm flags, KL, three steps; optimizer (AdamW), schedule and batches are those
+of the other rows. Both sides go over the same three learning rates; the best of each has three seeds.
 Results are lines of ``runs/<name>/ablation.jsonl``; a row measured before is not measured again.
 """
 
@@ -16,7 +17,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,9 @@ from eagle3.engine import Engine, Sampling
 from eagle3.export import serving_tensors, speculators_form, write_directory
 from eagle3.files import write_tensors
 from eagle3.fingerprint import open_verifier
-from eagle3.loop import cosine_with_warmup
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
+from eagle3.schedule import cosine_with_warmup
 from eagle3.script import Invocation, log
 from eagle3.serve import serve
 from eagle3.shards import open_all
@@ -44,13 +45,29 @@ from eagle3.ttt import TTTStep
 from eagle3.validation import validate
 from eagle3.vocab import VocabMap
 
-TRAIN_TOKENS = 86_000
+TRAIN_TOKENS = 64_000
 SPECULATORS = "speculators"
-# Overrides of the config; the first word of a name says whose step it is.
+# Overrides of the config. Rows that begin with "speculators" train with its step.
+_ITS_FLAGS = (
+    "drafter.norm_before_residual=true",
+    "drafter.fc_norm=false",
+    "drafter.norm_output=false",
+)
 ROWS: dict[str, tuple[str, ...]] = {
     "defaults": (),
+    "rate_halved": ("train.learning_rate=3.5e-4",),
+    "rate_doubled": ("train.learning_rate=1.4e-3",),
+    "speculators": _ITS_FLAGS,
+    "speculators_rate_halved": (*_ITS_FLAGS, "train.learning_rate=3.5e-4"),
+    "speculators_rate_doubled": (*_ITS_FLAGS, "train.learning_rate=1.4e-3"),
+    "no_norms": ("drafter.fc_norm=false", "drafter.norm_output=false"),
+    "lk_hybrid": ("train.loss=lk_hybrid",),
+    "ttt_1": ("train.ttt_steps=1",),
+    "ttt_5": ("train.ttt_steps=5",),
+    "layers_15_27": ("capture.aux_layer_ids=[15, 27]",),
+    "batch_1024": ("train.batch_tokens=1024",),
 }
-SEEDED: tuple[str, ...] = ()
+SEEDED = ("defaults", "speculators")
 SEEDS = (0, 1, 2)
 SERVED_TOGETHER = 16
 
@@ -78,14 +95,16 @@ def main() -> None:
 
 def measure(config_path: Path, row: str, seed: int) -> dict[str, Any]:
     """Train one row, export it, serve it."""
+    made = load_config(config_path)
     config = load_config(config_path, (*ROWS[row], f"train.seed={seed}"))
-    invocation = Invocation("benchmarks.ablation", config_path, ROWS[row], False, False)
+    invocation = Invocation("benchmarks.ablation", config_path, (), False, False)
     data, hidden, vocab_artifact = (
-        open_artifact(config, name, invocation) for name in ("01_data", "02_hidden", "03_vocab")
+        open_artifact(made, name, invocation) for name in ("01_data", "02_hidden", "03_vocab")
     )
     rows = TokenRows.load(data.path("rows.safetensors"))
     vocab = VocabMap.load(vocab_artifact.path("vocab_map.safetensors"))
-    reader = RowReader(rows, open_all(hidden))
+    reader = SomeLayers(rows, open_all(hidden))
+    reader.slots = [made.capture.aux_layer_ids.index(i) for i in config.capture.aux_layer_ids]
     drafter = fresh_drafter(config, vocab)
     start_s = time.monotonic()
     train(config, row, drafter, reader, first_tokens(config, rows))
@@ -105,6 +124,16 @@ def measure(config_path: Path, row: str, seed: int) -> dict[str, Any]:
     }
 
 
+class SomeLayers(RowReader):
+    """Rows with the aux states of some of the captured layers, by slot."""
+
+    slots: list[int]
+
+    def __getitem__(self, row_id: int) -> Row:
+        row = super().__getitem__(row_id)
+        return replace(row, aux_hidden_states=row.aux_hidden_states[:, self.slots])
+
+
 def first_tokens(config: Config, rows: TokenRows) -> list[list[int]]:
     """The first batches of the training plan, TRAIN_TOKENS in all."""
     plan = plan_epoch(
@@ -118,18 +147,14 @@ def first_tokens(config: Config, rows: TokenRows) -> list[list[int]]:
     return plan
 
 
-def train(
-    config: Config, row: str, drafter: Any, reader: RowReader, plan: list[list[int]]
-) -> None:
+def train(config: Config, row: str, drafter: Any, reader: RowReader, plan: list[list[int]]) -> None:
     """04's loop without its book-keeping: the same optimizer and schedule for every row."""
     section = config.train
     if row.startswith(SPECULATORS):
-        loss_of = lambda rows: speculators_loss(drafter, rows, section.ttt_steps)  # noqa: E731
+        loss_of = lambda rows: speculators_loss(drafter, rows, section.ttt_steps)
     else:
-        step = TTTStep(
-            drafter, loss=section.loss, ttt_step_loss_decay=section.ttt_step_loss_decay
-        )
-        loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss  # noqa: E731
+        step = TTTStep(drafter, loss=section.loss, ttt_step_loss_decay=section.ttt_step_loss_decay)
+        loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         trainable, lr=section.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
@@ -180,9 +205,7 @@ def serve_held_out(config: Config, drafter: Any, vocab: VocabMap, prompts: list[
         tensors = serving_tensors(Path(scratch) / "trained.safetensors", table)
         directory = Path(scratch) / "drafter"
         directory.mkdir()
-        form = speculators_form(
-            config.drafter, wiring, **sizes, num_speculative_tokens=num_drafted
-        )
+        form = speculators_form(config.drafter, wiring, **sizes, num_speculative_tokens=num_drafted)
         write_directory(directory, tensors, form, wiring, verifier)
         engine = Engine(
             config,
@@ -209,7 +232,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def table(lines: list[dict[str, Any]]) -> str:
     """Markdown: a row's mean over its seeds, and the overrides that make it."""
-    shown = ["| row | overrides | seeds | served | simulated | training s |", "|---|---|---|---|---|---|"]
+    shown = [
+        "| row | overrides | seeds | served | simulated | training s |",
+        "|---|---|---|---|---|---|",
+    ]
     for row, overrides in ROWS.items():
         found = [line for line in lines if line["row"] == row]
         if found:

@@ -1,0 +1,32 @@
+"""When things happen in a run of a known number of steps: learning rate, validations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+def validation_steps(epochs: Sequence[Sequence[Any]], per_epoch: int) -> list[int]:
+    """Optimizer steps after which to validate, evenly spread over each epoch, its end included.
+
+    >>> validation_steps([[0] * 10, [0] * 3], 2)
+    [5, 10, 12, 13]
+    """
+    found, begin = set(), 0
+    for epoch in epochs:
+        found |= {begin + math.ceil(len(epoch) * (i + 1) / per_epoch) for i in range(per_epoch)}
+        begin += len(epoch)
+    return sorted(found)
+
+
+def cosine_with_warmup(done_steps: int, warmup_steps: int, num_steps: int) -> float:
+    """Factor on the peak learning rate: linear from 1/warmup, then half a cosine to zero.
+
+    >>> [round(cosine_with_warmup(s, 2, 6), 2) for s in range(7)]
+    [0.5, 1.0, 1.0, 0.85, 0.5, 0.15, 0.0]
+    """
+    if done_steps < warmup_steps:
+        return (done_steps + 1) / warmup_steps
+    done = (done_steps - warmup_steps) / max(num_steps - warmup_steps, 1)
+    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
