@@ -60,6 +60,8 @@ def main(invocation: Invocation) -> None:
     capture_s = min(seconds(capture) for _ in range(2))
     engine.close()
     checks_s = check_seconds(shard)
+    share = sum(checks_s.values()) / capture_s
+    log("checks, seconds", **checks_s, capture=capture_s, share=f"{share:.2%}")
     directory.cleanup()
     transformers_s = transformers_forward(verifier.directory, tokens)
 
@@ -69,8 +71,6 @@ def main(invocation: Invocation) -> None:
         "transformers": num_tokens / transformers_s,
     }
     log("tokens/s", **{name: round(rate) for name, rate in rates.items()})
-    share = sum(checks_s.values()) / capture_s
-    log("checks, seconds", **checks_s, capture=capture_s, share=f"{share:.2%}")
     print(
         json.dumps(
             {
