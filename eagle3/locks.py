@@ -78,7 +78,7 @@ class StageLock:
         _sign(own, f"worker {worker}: {this_process()}")
         count = f"workers of {worker.count}"
         file = self._open(self.path)
-        if _try(file, fcntl.LOCK_EX):  # the first one here
+        if _patiently(file, fcntl.LOCK_EX, _LOOK_S):  # the first one here
             _sign(file, count)
         # Else another first one is signing, or a run is alone.
         if not _patiently(file, fcntl.LOCK_SH, _SHARING_S):
