@@ -52,9 +52,15 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
-        """Leave together, after success or a stop. After another error some may be in the middle
-        of a call that never ends; the launcher ends them."""
-        if self._group is None or (kind is not None and not issubclass(kind, Interrupted)):
+        """Leave together, after success or a stop. After an error of one rank's own the others may
+        be in the middle of a call that never ends; the launcher ends them."""
+        if kind is None or issubclass(kind, Interrupted):
+            self._leave()
+
+    def _leave(self) -> None:
+        """All ranks are here: end the groups. One that only exits may abort in gloo's threads, and
+        its exit code is then lost."""
+        if self._group is None:
             return
         import torch
 
@@ -62,6 +68,7 @@ class Ranks:
             self._vote[0].wait()
         torch.distributed.barrier(self._group)
         torch.distributed.destroy_process_group()
+        self._group = None
 
     @property
     def is_main(self) -> bool:
@@ -82,7 +89,7 @@ class Ranks:
         return values
 
     def agree(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on every rank; if it fails on one of them, it fails on all.
+        """Run ``work`` on every rank; if it fails on one of them, it fails on all, for good.
 
         Raises:
             Exception: this rank's own error, or else the first other rank's.
@@ -100,6 +107,7 @@ class Ranks:
         error = mine or errors[first]
         if isinstance(error, PipelineError):
             error.told = not self.is_main
+        self._leave()  # it ends every rank here
         raise error
 
     def on_main(self, work: Callable[[], T]) -> T:
