@@ -148,7 +148,8 @@ class Trainer:
             if stop and self.done_steps < len(self.plan):
                 raise Interrupted
         progress.close()
-        self.accelerator.end_training()
+        for tracker in self.accelerator.trackers:  # end_training() would end the processes' groups too
+            tracker.finish()
 
     def _batches(self) -> Iterator[Any]:
         """What is left of the plan, laid out; the time spent waiting for it is counted."""
