@@ -36,7 +36,8 @@ from eagle3.preflight import check
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script, stop_flag
 from eagle3.serve import Lossless, ServedRun, capture_served, compare, missing, serve_sets
-from eagle3.shards import Shard, open_all
+from eagle3.shard_plan import open_shards, plan_shards
+from eagle3.shards import Shard
 from eagle3.stage import Stage
 
 
@@ -92,7 +93,8 @@ def main(invocation: Invocation) -> None:
         dtype = getattr(torch, config.verifier.dtype)
         replay = Replay(drafter, verifier.embed_tokens(), dtype, device)
         rows = TokenRows.load(data.path("rows.safetensors"))
-        answers = validation_answers(open_all(hidden), rows)
+        plan = [s for s in plan_shards(rows, config, hidden.wiring) if s.round_index is None]
+        answers = validation_answers(open_shards(hidden, plan), rows)
         total = num_validation_answers(rows)
         validation = predict("validation", replay, answers, total, num_drafted)
         lossless, sets = Lossless(), {}
