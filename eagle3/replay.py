@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,18 @@ class Replayed:
 
     Attributes:
         drafts: int64 ``[A, K]``, target token ids; row i was drafted once answer token i was known.
-        matches: bool ``[A, K]``, whether column k of row i is answer token i+1+k
-            (``acceptance.walk``'s input).
+        truth: int64 ``[A, K]``, the token that is there: column k of row i is answer token i+1+k.
+            -1 where the row ends before it.
     """
 
     drafts: torch.Tensor
-    matches: torch.Tensor
+    truth: torch.Tensor
+
+    @property
+    def matches(self) -> torch.Tensor:
+        """bool ``[A, K]``, whether each draft is the token that is there
+        (``acceptance.walk``'s input)."""
+        return self.drafts == self.truth
 
 
 class Replay:
@@ -106,8 +113,8 @@ class Replay:
         drafts = self.draft(input_ids, aux_hidden_states, positions, num_draft_tokens).cpu()
         named = positions.cpu()[:, None] + 2 + torch.arange(num_draft_tokens)  # token t+2+k
         known = named < len(input_ids)
-        truth = input_ids[named.clamp_max(len(input_ids) - 1)]
-        return Replayed(drafts, (drafts == truth) & known)
+        truth = input_ids[named.clamp_max(len(input_ids) - 1)].where(known, -1)
+        return Replayed(drafts, truth)
 
     @torch.inference_mode()
     def draft(
@@ -118,16 +125,48 @@ class Replay:
         num_draft_tokens: int,
     ) -> torch.Tensor:
         """Drafted target ids, int64 ``[A, K]``, at positions t (int64 ``[A]``, t + 1 < n)."""
+        blocks = [
+            torch.stack([self.target_ids[logits.argmax(-1)] for logits in chain], dim=1)
+            for chain in self._chains(input_ids, aux_hidden_states, positions, num_draft_tokens)
+        ]
+        return torch.cat(blocks)
+
+    @torch.inference_mode()
+    def top(
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        position: int,
+        num_draft_tokens: int,
+        num_top: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's best tokens at each step of one chain, best first.
+
+        Returns:
+            Target ids, int64 ``[K, num_top]``, and their logits, float32.
+        """
+        asked = torch.tensor([position], device=self.device)
+        (chain,) = self._chains(input_ids, aux_hidden_states, asked, num_draft_tokens)
+        best = [logits[0].float().topk(num_top) for logits in chain]
+        ids = torch.stack([self.target_ids[step.indices] for step in best])
+        return ids.cpu(), torch.stack([step.values for step in best]).cpu()
+
+    def _chains(
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        num_draft_tokens: int,
+    ) -> Iterator[Iterator[torch.Tensor]]:
+        """For each block of positions, the logits of its chains, step by step."""
         states_nH = self._combine(aux_hidden_states[:-1].to(self.device, self.dtype).flatten(1))
         embeds_nH = self.embed_tokens[input_ids[1:].to(self.device)]  # token t+1 beside state t
         layer_input, residual_nH = self._layer_input(embeds_nH, states_nH)
         every = torch.arange(len(states_nH), device=self.device)
         prefix = self._keys_values(layer_input, every)
-        blocks = []
         for asked in positions.split(_DRAFTS_AT_ONCE):
             chain = self._chain(prefix, layer_input[asked], residual_nH[asked], asked)
-            blocks.append(torch.stack([next(chain) for _ in range(num_draft_tokens)], dim=1))
-        return torch.cat(blocks)
+            yield islice(chain, num_draft_tokens)
 
     def _chain(
         self,
@@ -136,7 +175,7 @@ class Replay:
         residual_AH: torch.Tensor,
         asked: torch.Tensor,
     ) -> Iterator[torch.Tensor]:
-        """Yield the drafted ids of step 0, 1, ..., each ``[A]``, for a block of positions."""
+        """Yield the logits of step 0, 1, ..., each ``[A, draft_vocab_size]``, of a block."""
         chain_keys: list[torch.Tensor] = []
         chain_values: list[torch.Tensor] = []
         step = 0
@@ -150,10 +189,11 @@ class Replay:
             inner = gate * self._project("mlp.up_proj", inner)
             state_AH = state_AH + self._project("mlp.down_proj", inner)
             normed_AH = self._norm("norm", state_AH)
-            drafted = self.target_ids[linear(normed_AH, self.weights["lm_head.weight"]).argmax(-1)]
-            yield drafted
+            logits = linear(normed_AH, self.weights["lm_head.weight"])
+            yield logits
 
             step += 1
+            drafted = self.target_ids[logits.argmax(-1)]
             state_AH = normed_AH if self.norm_output else state_AH
             layer_input, residual_AH = self._layer_input(self.embed_tokens[drafted], state_AH)
             key, value = self._keys_values(layer_input, asked + step)

@@ -1,0 +1,77 @@
+"""How sure an acceptance length is: a bootstrap over prompts.
+
+The prompts are the sample; drafts of one prompt are not independent of each other. Two sides
+measured on the same prompts are resampled together (the same seed draws the same prompts), so
+the interval of their difference leaves out what the prompts themselves vary by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+SHARE = 0.95
+_NUM_RESAMPLES = 4000
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Acceptance prompt by prompt.
+
+    Attributes:
+        num_drafts: float64 ``[P]``, times the drafter was asked.
+        accepted: float64 ``[P, K]``, drafts accepted at each position, counted or expected.
+    """
+
+    num_drafts: np.ndarray
+    accepted: np.ndarray
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + float(self.accepted.sum() / max(self.num_drafts.sum(), 1))
+
+    @property
+    def per_position(self) -> list[float]:
+        return (self.accepted.sum(0) / max(self.num_drafts.sum(), 1)).tolist()
+
+    def resampled_lengths(self) -> np.ndarray:
+        """The acceptance length of each resample of the prompts, float64 ``[R]``."""
+        drawn = _draws(len(self.num_drafts))
+        num_drafts = drawn @ self.num_drafts
+        return 1 + (drawn @ self.accepted.sum(1)) / np.maximum(num_drafts, 1)
+
+
+class Interval(NamedTuple):
+    """The middle 95% of the resamples."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, resamples: np.ndarray) -> Interval:
+        low, high = np.quantile(resamples, [(1 - SHARE) / 2, (1 + SHARE) / 2])
+        return cls(float(low), float(high))
+
+    def distance(self, other: Interval) -> float:
+        """0 where the two overlap, else the gap between them."""
+        return max(0.0, self.low - other.high, other.low - self.high)
+
+
+def length_interval(counts: Counts) -> Interval:
+    """Of an acceptance length."""
+    return Interval.of(counts.resampled_lengths())
+
+
+def difference_interval(a: Counts, b: Counts) -> Interval:
+    """Of ``a``'s acceptance length minus ``b``'s, both measured on the same prompts."""
+    assert len(a.num_drafts) == len(b.num_drafts)
+    return Interval.of(a.resampled_lengths() - b.resampled_lengths())
+
+
+def _draws(num_prompts: int) -> np.ndarray:
+    """How often each resample draws each prompt, int64 ``[R, P]``."""
+    shares = np.full(num_prompts, 1 / num_prompts)
+    return np.random.default_rng(_SEED).multinomial(num_prompts, shares, size=_NUM_RESAMPLES)
