@@ -57,17 +57,20 @@ def _asked(prediction: Prediction, is_chosen: np.ndarray) -> dict[str, Any]:
 
 
 def token_classes(
-    is_drafted: np.ndarray, end_of_turn_ids: Sequence[int], forced_ids: Sequence[int]
+    vocab_size: int,
+    drafted_ids: Sequence[int],
+    forced_ids: Sequence[int],
+    end_of_turn_ids: Sequence[int],
 ) -> np.ndarray:
-    """The kind of every token, str ``[vocab_size]``.
+    """The kind of every token, one of ``KINDS``, ``[vocab_size]``.
 
     Args:
-        is_drafted: bool ``[vocab_size]``, whether a token can be drafted at all.
-        forced_ids: think, tool and other tokens that the config forces into the draft vocabulary.
+        drafted_ids: the draft vocabulary, as target ids.
+        forced_ids: think, tool and other tokens that the config forces into it.
     """
-    classes = np.where(is_drafted, OTHER, OUT_OF_VOCABULARY)
-    classes[list(forced_ids)] = FORCED
-    classes[list(end_of_turn_ids)] = END_OF_TURN
+    classes = np.full(vocab_size, OUT_OF_VOCABULARY, dtype=object)
+    for ids, kind in ((drafted_ids, OTHER), (forced_ids, FORCED), (end_of_turn_ids, END_OF_TURN)):
+        classes[list(ids)] = kind
     return classes
 
 

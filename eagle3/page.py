@@ -1,4 +1,4 @@
-"""A report page, once, in two forms: Markdown beside its pictures, and one HTML file that holds them.
+"""A report page in two forms: Markdown beside its pictures, and one HTML file that holds them.
 
 The HTML opens from disk: no script, no font, no picture from anywhere else.
 """
@@ -81,7 +81,7 @@ _HTML = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True
 <title>{{ page.verdict }}: {{ page.title }}</title>
 <link rel="icon" href="data:,">
 <style>
-  body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+  body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; }
   h1 { display: inline-block; padding: .2rem .8rem; border-radius: .3rem; color: white; }
   h1.good { background: #1a7f37; }
   h1.bad { background: #b42318; }

@@ -9,20 +9,17 @@ from functools import cached_property
 import numpy as np
 import torch
 
-<<<<<<< HEAD
-from .acceptance import Acceptance, walk
-from .progress import Progress
-=======
 from .acceptance import Acceptance, asked, num_leading
 from .capture import VerifierHead
 from .intervals import Counts
->>>>>>> adc71c5 (Verification: drafts recorded in vLLM, replay by prompt, intervals, breakdowns (not wired into 06 yet))
+from .progress import Progress
 from .replay import Replay, Replayed
 from .rows import TokenRows
 from .script import stop_flag
 from .shards import CapturedRow, Shard
 
 _STATES_AT_ONCE = 256  # bounds the verifier's logits
+
 
 @dataclass(frozen=True)
 class Answer:

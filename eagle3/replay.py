@@ -1,8 +1,8 @@
-"""The witness: an exported drafter's drafts, computed without an engine or a training library.
+"""The witness: a drafter's drafts, computed without an engine or a training library.
 
-Reads ``model.safetensors`` and ``config.json`` as exported, and the verifier's embedding. Shares
-no code with the training step, speculators or vLLM, so what it predicts and what vLLM serves
-agree only if the files say what was trained.
+Reads a drafter directory, ours or anyone's, and the verifier's embedding. Shares no code with the
+training step, speculators or vLLM, so what it predicts and what vLLM serves agree only if the
+files say what was trained.
 
 The engine's order of work, for a draft at position t (state of t, embedding of token t+1):
 every position up to t is computed from the verifier's true states, and leaves its keys and
@@ -17,18 +17,16 @@ K drafted tokens
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import linear, silu
 
-from .export import CONFIG, WEIGHTS
+from .config import DrafterSection
+from .drafter import rope_parameters
+from .published import Published
 
 # Drafts computed together: bounds the attention scores (N x A x n) on long rows.
 _DRAFTS_AT_ONCE = 256
@@ -56,11 +54,11 @@ class Replayed:
 
 
 class Replay:
-    """An exported drafter in plain torch.
+    """A drafter in plain torch.
 
     Args:
-        directory: the exported drafter.
-        embed_tokens: the verifier's, ``[vocab_size, H]``.
+        published: the drafter, in any form.
+        embed_tokens: the verifier's, ``[vocab_size, H]``; used unless the drafter brings its own.
         dtype: the engine's, so that a draft two logits are nearly tied for is decided by similar
             rounding. float32 is for comparing with other implementations.
         device: where to compute.
@@ -68,26 +66,27 @@ class Replay:
 
     def __init__(
         self,
-        directory: Path,
+        published: Published,
         embed_tokens: torch.Tensor,
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        layer = config["transformer_layer_config"]
-        self.num_heads, self.head_dim = layer["num_attention_heads"], layer["head_dim"]
-        self.num_kv_heads, self.eps = layer["num_key_value_heads"], layer["rms_norm_eps"]
-        self.norm_before_residual = config["norm_before_residual"]
-        self.norm_before_fc, self.fc_norm = config["norm_before_fc"], config["fc_norm"]
-        self.norm_output = config["norm_output"]
-        self.inv_freq, self.rope_scale = _rope(layer)
+        drafter = published.drafter
+        self.num_heads, self.head_dim = drafter.num_attention_heads, drafter.head_dim
+        self.num_kv_heads, self.eps = drafter.num_key_value_heads, drafter.rms_norm_eps
+        self.norm_before_residual = drafter.norm_before_residual
+        self.norm_before_fc, self.fc_norm = drafter.norm_before_fc, drafter.fc_norm
+        self.norm_output = drafter.norm_output
+        self.inv_freq, self.rope_scale = _rope(drafter)
         self.inv_freq = self.inv_freq.to(device)
         self.dtype, self.device = dtype, device
-        self.embed_tokens = embed_tokens.to(device, dtype)
         self.weights = {}
-        for name, tensor in load_file(directory / WEIGHTS).items():
+        for name, tensor in published.load().items():
             self.weights[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
-        self.target_ids = torch.arange(config["draft_vocab_size"], device=device)
+        self.embed_tokens = embed_tokens.to(device, dtype)
+        if published.has_own_embedding:
+            self.embed_tokens = self.weights["embed_tokens.weight"]
+        self.target_ids = torch.arange(published.draft_vocab_size, device=device)
         if "d2t" in self.weights:
             self.target_ids = self.target_ids + self.weights["d2t"]
 
@@ -272,17 +271,22 @@ class Replay:
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def _rope(layer: dict[str, Any]) -> tuple[torch.Tensor, float]:
+def _rope(drafter: DrafterSection) -> tuple[torch.Tensor, float]:
     """Inverse frequencies ``[D/2]`` and the factor on cos and sin, from head_dim alone.
 
     The scaled kinds (yarn, llama3, ...) are transformers' formulas.
     """
-    parameters = layer["rope_parameters"]
-    if parameters["rope_type"] == "default":
-        exponents = torch.arange(0, layer["head_dim"], 2).float() / layer["head_dim"]
-        return parameters["rope_theta"] ** -exponents, 1.0
+    if drafter.rope_scaling is None:
+        exponents = torch.arange(0, drafter.head_dim, 2).float() / drafter.head_dim
+        return drafter.rope_theta**-exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(**{key: value for key, value in layer.items() if key != "model_type"})
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+    config = LlamaConfig(
+        hidden_size=drafter.hidden_size,
+        num_attention_heads=drafter.num_attention_heads,
+        head_dim=drafter.head_dim,
+        max_position_embeddings=drafter.max_position_embeddings,
+        rope_parameters=rope_parameters(drafter),
+    )
+    return ROPE_INIT_FUNCTIONS[drafter.rope_scaling["rope_type"]](config, "cpu")

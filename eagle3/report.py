@@ -25,7 +25,6 @@ _ANSWERS_SHOWN = 5
 def build(
     gates: GatesSection,
     sets: dict[str, Measured],
-    sampled: dict[str, Measured],
     validation: Prediction | None,
     lossless: Lossless,
     classes: np.ndarray,
@@ -34,14 +33,15 @@ def build(
     """``report.json``.
 
     Args:
-        sets: greedy ones by name; ``heldout`` is among them.
-        sampled: those served at temperature 1.
+        sets: by name; ``heldout`` is among them.
         validation: replay of 02's validation rows, if they were captured for this drafter.
         classes: the kind of every token, from ``breakdown.token_classes``.
         decode: token ids -> text.
     """
-    rows = gate_rows(gates, sets, sampled, lossless)
-    predictions = {name: measured.predicted for name, measured in sets.items()}
+    rows = gate_rows(gates, sets, lossless)
+    greedy = {name: measured for name, measured in sets.items() if measured.baseline}
+    sampled = {name: measured for name, measured in sets.items() if not measured.baseline}
+    predictions = {name: measured.predicted for name, measured in greedy.items()}
     if validation is not None:
         predictions = {"validation": validation, **predictions}
     heldout = sets[MAIN_SET]
@@ -50,11 +50,11 @@ def build(
         "gates": rows,
         "predicted": {
             "acceptance_length": heldout.matched.acceptance_length,
-            **{name: _acceptance(measured.expected) for name, measured in sets.items()},
+            **{name: _acceptance(measured.matched) for name, measured in greedy.items()},
             **({"validation": _acceptance(validation.counts)} if validation is not None else {}),
         },
-        "served": {name: _speed(measured.served, measured) for name, measured in sets.items()},
-        "baseline": {name: _speed(measured.baseline) for name, measured in sets.items()},
+        "served": {name: _speed(measured.served, measured) for name, measured in greedy.items()},
+        "baseline": {name: _speed(measured.baseline) for name, measured in greedy.items()},
         "sampled": {
             name: {
                 "served": _speed(measured.served, measured),
@@ -63,9 +63,9 @@ def build(
             }
             for name, measured in sampled.items()
         },
-        "apart": {name: _apart(measured) for name, measured in {**sets, **sampled}.items()},
+        "apart": {name: _apart(measured) for name, measured in sets.items()},
         "acceptance_length_by_drafted_tokens": {
-            name: _by_drafted_tokens(measured) for name, measured in {**sets, **sampled}.items()
+            name: _by_drafted_tokens(measured) for name, measured in sets.items()
         },
         "steps": {
             name: break_even(
@@ -73,7 +73,7 @@ def build(
                 measured.baseline.steps,
                 measured.served.acceptance.acceptance_length,
             )
-            for name, measured in sets.items()
+            for name, measured in greedy.items()
         },
         "breakdown": {
             name: {

@@ -10,6 +10,7 @@ from .files import write_json
 from .gates import MAIN_SET, where_they_part
 from .page import Page, Table
 from .pictures import draw_acceptance, draw_drafts, draw_speed, draw_training
+from .script import log
 
 _DIFFERENCES_SHOWN = 20
 
@@ -18,14 +19,14 @@ def write(
     directory: Path,
     title: str,
     report: dict[str, Any],
-    metrics: Path,
+    metrics: Path | None,
     decode: Callable[[list[int]], str],
 ) -> list[str]:
     """Write ``report.json``, the page and its pictures.
 
     Args:
         title: what was verified.
-        metrics: 04's ``metrics.jsonl``; without it there are no training curves.
+        metrics: 04's ``metrics.jsonl``, for the training curves.
         decode: token ids -> text.
 
     Returns:
@@ -34,7 +35,7 @@ def write(
     pictures = [directory / f"{name}.png" for name in ("acceptance", "drafts", "speed")]
     for path, draw in zip(pictures, (draw_acceptance, draw_drafts, draw_speed), strict=True):
         draw(path, report)
-    if metrics.is_file():
+    if metrics is not None and metrics.is_file():
         pictures.append(directory / "training.png")
         draw_training(pictures[-1], metrics)
     write_json(directory / "report.json", report)
@@ -47,6 +48,26 @@ def write(
         tables=[*_first_tables(report), *_breakdown(report), *_drafts(report, decode)],
     )
     return ["report.json", *page.write(directory, "report"), *(path.name for path in pictures)]
+
+
+def show(report: dict[str, Any], page: Path) -> None:
+    """What an operator should look at."""
+    for name, served in report["served"].items():
+        log(
+            name,
+            served=served["acceptance_length"],
+            predicted=report["predicted"][name]["acceptance_length"],
+            tokens_per_s=served["tokens_per_s"],
+            without=report["baseline"][name]["tokens_per_s"],
+        )
+    for name, sides in report["sampled"].items():
+        lengths = {key: side["acceptance_length"] for key, side in sides.items()}
+        log(f"{name}, temperature 1", **lengths)
+    lossless = {key: value for key, value in report["lossless"].items() if key != "differences"}
+    log("greedy answers with and without the drafter", **lossless)
+    for gate in report["gates"]:
+        log(gate["name"], **{key: gate[key] for key in ("value", "limit", "ok")})
+    log("report", path=page)
 
 
 def _lines(report: dict[str, Any]) -> list[str]:
@@ -73,7 +94,9 @@ def _first_tables(report: dict[str, Any]) -> list[Table]:
         rows.append([name, "greedy", _length(served), _length(predicted), *_speeds(*speeds)])
     for name, sides in report["sampled"].items():
         both = _length(sides["served"]), _length(sides["predicted"])
-        rows.append([name, "temperature 1", *both, f"{sides['served']['tokens_per_s']:.1f}", "", ""])
+        rows.append(
+            [name, "temperature 1", *both, f"{sides['served']['tokens_per_s']:.1f}", "", ""]
+        )
     if "validation" in report["predicted"]:
         validation = _length(report["predicted"]["validation"])
         rows.append(["validation", "01's answers", "", validation, "", "", ""])
@@ -157,7 +180,7 @@ def _breakdown(report: dict[str, Any]) -> list[Table]:
             "Drafts right by kind of token",
             ["prompts", "the verifier's token", "tokens", "share right at each draft position"],
             classes,
-            "Every position of every answer; a later draft counts where the earlier ones are right.",
+            "Every position of every answer; a later draft counts where those before it are right.",
         )
     )
     misses = [

@@ -6,24 +6,19 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from .acceptance import Acceptance
 from .capture import VerifierHead, capture_rows, read_record, record_path
+from .config import Config
 from .contract import Wiring
-<<<<<<< HEAD
-from .engine import Engine, Sampling
-from .files import write_json
-from .progress import Progress
-from .script import log, stop_flag
-from .shards import Shard
-=======
 from .drafts import RecordedDrafts, emitted_answers
 from .engine import Engine, Sampling, Step
 from .files import write_text
-from .script import Progress, log, stop_flag
->>>>>>> adc71c5 (Verification: drafts recorded in vLLM, replay by prompt, intervals, breakdowns (not wired into 06 yet))
+from .progress import Progress
+from .script import log, stop_flag
+from .verifier import Verifier
 
 # The first request pays for lazy initialisation.
 _WARM_UP = Sampling(temperature=0, max_new_tokens=8)
@@ -156,6 +151,42 @@ def serve(
         engine.rpc("drafts_publish", str(prompt_set.drafts_path))
         counted = engine.acceptance(num_speculative_tokens) - before
     return ServedRun(tuple(answers), seconds, counted, tuple(steps))
+
+
+def serve_with(
+    config: Config, verifier: Verifier, drafter: Path, sets: Sequence[PromptSet]
+) -> None:
+    """Serve what is not served yet with a drafter; an engine is started only if there is any."""
+    if all(each.served_path.is_file() for each in sets):
+        return
+    num_drafted, concurrency = config.verify.num_speculative_tokens, config.verify.concurrency
+    engine = Engine(
+        config,
+        verifier,
+        drafter=drafter,
+        num_speculative_tokens=num_drafted,
+        max_num_seqs=concurrency,
+    )
+    serve_sets(engine, sets, concurrency, num_drafted)
+    engine.close()
+
+
+def serve_without(
+    config: Config,
+    verifier: Verifier,
+    head: VerifierHead,
+    aux_layer_ids: tuple[int, ...],
+    sets: Sequence[PromptSet],
+) -> None:
+    """Serve the greedy sets without a drafter, and capture what was served with it."""
+    if all(path.is_file() for each in sets for path in each.paths):
+        return
+    concurrency = config.verify.concurrency
+    engine = Engine(config, verifier, max_num_seqs=concurrency)
+    serve_sets(engine, [each for each in sets if each.is_greedy], concurrency, 0)
+    wiring = replace(Wiring.at_capture(config, verifier), aux_layer_ids=aux_layer_ids)
+    capture_served(engine, wiring, head, sets)
+    engine.close()
 
 
 def serve_sets(
