@@ -37,9 +37,13 @@ class Counts:
     def per_position(self) -> list[float]:
         return (self.accepted.sum(0) / max(self.num_drafts.sum(), 1)).tolist()
 
-    def resampled_lengths(self) -> np.ndarray:
-        """The acceptance length of each resample of the prompts, float64 ``[R]``."""
-        drawn = _draws(len(self.num_drafts))
+    def resampled_lengths(self, seed: int = _SEED) -> np.ndarray:
+        """The acceptance length of each resample of the prompts, float64 ``[R]``.
+
+        Args:
+            seed: another one for prompts that have nothing to do with these.
+        """
+        drawn = _draws(len(self.num_drafts), seed)
         num_drafts = drawn @ self.num_drafts
         return 1 + (drawn @ self.accepted.sum(1)) / np.maximum(num_drafts, 1)
 
@@ -71,7 +75,19 @@ def difference_interval(a: Counts, b: Counts) -> Interval:
     return Interval.of(a.resampled_lengths() - b.resampled_lengths())
 
 
-def _draws(num_prompts: int) -> np.ndarray:
-    """How often each resample draws each prompt, int64 ``[R, P]``."""
-    shares = np.full(num_prompts, 1 / num_prompts)
-    return np.random.default_rng(_SEED).multinomial(num_prompts, shares, size=_NUM_RESAMPLES)
+def resampled_rates(blocks: np.ndarray, seed: int = _SEED) -> np.ndarray:
+    """Tokens a second of each resample of a run's blocks of steps, float64 ``[R]``.
+
+    Args:
+        blocks: float64 ``[B, 2]``, tokens and seconds of stretches of the run: a machine is slow
+            for a while at a time, so that steps are not independent and stretches nearly are.
+        seed: another one for another run, whose stretches have nothing to do with these.
+    """
+    tokens, seconds = (_draws(len(blocks), seed) @ blocks).T
+    return tokens / seconds
+
+
+def _draws(num_drawn: int, seed: int = _SEED) -> np.ndarray:
+    """How often each resample draws each of the sample, int64 ``[R, N]``."""
+    shares = np.full(num_drawn, 1 / num_drawn)
+    return np.random.default_rng(seed).multinomial(num_drawn, shares, size=_NUM_RESAMPLES)

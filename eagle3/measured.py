@@ -68,8 +68,8 @@ def put_together(
     recorded = RecordedDrafts.load(prompt_set.drafts_path)
     emitted = emitted_answers(recorded, served.answers)
     answers = served_answers(name, Shard.open(prompt_set.states_path), prompts, served.answers)
-    sampled_by = None if prompt_set.is_greedy else head
-    predicted = predict(name, replay, answers, len(prompts), num_replayed, sampled_by)
+    temperature = prompt_set.sampling.temperature
+    predicted = predict(name, replay, answers, len(prompts), num_replayed, head, temperature)
     return Measured(
         served=served,
         recorded=served_counts(emitted, num_drafted),

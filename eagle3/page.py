@@ -56,7 +56,7 @@ class Page:
         for table in self.tables:
             lines += ["", f"## {table.title}", ""]
             lines += [table.note, ""] if table.note else []
-            lines += _markdown_table(table)
+            lines += markdown_table(table)
         return "\n".join(lines) + "\n"
 
     def html(self) -> str:
@@ -66,7 +66,8 @@ class Page:
         return _HTML.render(page=self, pictures=pictures)
 
 
-def _markdown_table(table: Table) -> list[str]:
+def markdown_table(table: Table) -> list[str]:
+    """Its lines, without title and note."""
     cells = [table.header, ["---"] * len(table.header), *table.rows]
     escaped = ([cell.replace("|", "\\|").replace("\n", "⏎") for cell in row] for row in cells)
     return ["| " + " | ".join(row) + " |" for row in escaped]

@@ -47,6 +47,11 @@ def draw_speed(path: Path, report: dict[str, Any]) -> None:
     _picture(path, 2, lambda axes: _plot_speed(axes, report))
 
 
+def draw_serving(path: Path, by_concurrency: list[Any], by_drafted: list[Any]) -> None:
+    """Of ``benchmarks.serving``: when drafting pays, and acceptance length by drafted tokens."""
+    _picture(path, 3, lambda axes: _plot_serving(axes, by_concurrency, by_drafted))
+
+
 def draw_training(path: Path, metrics: Path) -> None:
     """Loss and validation acceptance length over training, from 04's ``metrics.jsonl``."""
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
@@ -100,6 +105,24 @@ def _plot_speed(axes: Any, report: dict[str, Any]) -> None:
         axes[1].axhline(served, color=line.get_color(), linestyle="--", label=f"{name} served")
     axes[1].set(xlabel="requests in a step", ylabel="acceptance length")
     for ax in axes:
+        ax.legend()
+
+
+def _plot_serving(axes: Any, by_concurrency: list[Any], by_drafted: list[Any]) -> None:
+    concurrency = [row["concurrency"] for row in by_concurrency]
+    for key, label in (("tokens_per_s_with", "drafter"), ("tokens_per_s_without", "no drafter")):
+        speeds = [row[key] for row in by_concurrency]
+        axes[0].plot(concurrency, speeds, marker="o", label=label)
+    axes[0].set(xlabel="concurrency", ylabel="emitted tokens/s")
+    for key, label in (("break_even_length", "breaks even at"), ("acceptance_length", "served")):
+        axes[1].plot(concurrency, [row[key] for row in by_concurrency], marker="o", label=label)
+    axes[1].set(xlabel="concurrency", ylabel="acceptance length")
+    drafted = [row["drafted_tokens"] for row in by_drafted]
+    lengths = [row["acceptance_length"] for row in by_drafted]
+    axes[2].plot(drafted, lengths, marker="o", label="served")
+    axes[2].set(xlabel="drafted tokens", ylabel="acceptance length")
+    for ax in axes:
+        ax.grid(alpha=0.3)
         ax.legend()
 
 

@@ -125,14 +125,15 @@ def predict(
     answers: Iterable[Answer],
     total: int,
     num_draft_tokens: int,
-    sampled_by: VerifierHead | None = None,
+    head: VerifierHead | None = None,
+    temperature: float = 0,
 ) -> Prediction:
     """Replay answers one by one.
 
     Args:
         name: of the set, for the progress line.
         total: number of answers, at least 1.
-        sampled_by: the verifier's head, for answers drawn at temperature 1.
+        head: the verifier's, for answers drawn at a ``temperature`` above 0.
 
     Raises:
         Interrupted: a stop signal arrived.
@@ -151,8 +152,9 @@ def predict(
             num_answer_tokens=answer.num_tokens,
             num_draft_tokens=num_draft_tokens,
         )
-        if sampled_by is not None:
-            probabilities.append(_probabilities(answer, found.drafts, sampled_by))
+        if temperature > 0:
+            assert head is not None
+            probabilities.append(_probabilities(answer, found.drafts, head, temperature))
         tokens.append(answer.row.input_ids.numpy())
         spans.append((answer.start, answer.start + answer.num_tokens))
         sources.append(answer.source)
@@ -172,8 +174,10 @@ def predict(
     )
 
 
-def _probabilities(answer: Answer, drafts: torch.Tensor, head: VerifierHead) -> torch.Tensor:
-    """The verifier's probability of each draft, float32 ``[A, K]``, at temperature 1.
+def _probabilities(
+    answer: Answer, drafts: torch.Tensor, head: VerifierHead, temperature: float
+) -> torch.Tensor:
+    """The verifier's probability of each draft, float32 ``[A, K]``.
 
     Token t+2+k is decided by the state of token t+1+k: counted from the answer's start, state
     i+k of draft i. Where the row ends before it, 0.
@@ -184,7 +188,7 @@ def _probabilities(answer: Answer, drafts: torch.Tensor, head: VerifierHead) -> 
     by_state = torch.empty(num_states, num_drafted)
     for places in torch.arange(num_states).split(_STATES_AT_ONCE):
         asking = (places[:, None] - steps).clamp(0, num_drafts - 1)
-        chances = head.logits(states[places]).softmax(-1)
+        chances = (head.logits(states[places]) / temperature).softmax(-1)
         by_state[places] = chances.gather(1, drafts[asking, steps])
     decided_by = torch.arange(num_drafts)[:, None] + steps
     found = by_state[decided_by.clamp_max(num_states - 1), steps]

@@ -41,7 +41,7 @@ def build(
     rows = gate_rows(gates, sets, lossless)
     greedy = {name: measured for name, measured in sets.items() if measured.baseline}
     sampled = {name: measured for name, measured in sets.items() if not measured.baseline}
-    predictions = {name: measured.predicted for name, measured in greedy.items()}
+    predictions = {name: m.predicted.first(m.num_drafted) for name, m in greedy.items()}
     if validation is not None:
         predictions = {"validation": validation, **predictions}
     heldout = sets[MAIN_SET]

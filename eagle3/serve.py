@@ -20,8 +20,7 @@ from .progress import Progress
 from .script import log, stop_flag
 from .verifier import Verifier
 
-# The first request pays for lazy initialisation.
-_WARM_UP = Sampling(temperature=0, max_new_tokens=8)
+_WARM_UP_TOKENS = 8  # the first request pays for lazy initialisation, of the sampler too
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,8 @@ def serve(
         Interrupted: a stop signal arrived; nothing is kept of the set.
     """
     prompts = prompt_set.prompts
-    for _ in engine.generate(prompts[:1], _WARM_UP):
+    warm_up = replace(prompt_set.sampling, max_new_tokens=_WARM_UP_TOKENS)
+    for _ in engine.generate(prompts[:2], warm_up):
         pass
     if num_speculative_tokens:
         engine.rpc("drafts_begin")

@@ -119,11 +119,11 @@ def test_probabilities_are_of_the_state_before_each_drafted_token():
     row = CapturedRow(0, torch.zeros(len(states)).long(), torch.empty(0), states)
     drafts = torch.randint(0, vocab_size, (num_tokens, num_drafted), generator=generator)
     answer = Answer(row, start=3, num_tokens=num_tokens, source="test")
-    found = predict_module._probabilities(answer, drafts, Head())
+    found = predict_module._probabilities(answer, drafts, Head(), temperature=0.5)
     for i in (0, 1, 255, 256, 257, num_tokens - 1):
         for k in range(num_drafted):
             state = 3 + i + k  # of answer token i+k, before token i+1+k
             expected = 0.0
             if state < len(states):
-                expected = states[state].softmax(-1)[drafts[i, k]].item()
+                expected = (states[state] / 0.5).softmax(-1)[drafts[i, k]].item()
             assert found[i, k].item() == pytest.approx(expected)

@@ -54,9 +54,7 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
-def open_replay(
-    drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32
-) -> Replay:
+def open_replay(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> Replay:
     published = Published.open(directory, drafter.verifier)
     return Replay(published, drafter.verifier.embed_tokens(), dtype)
 

@@ -73,7 +73,9 @@ def sampled(seed: int) -> Measured:
     greedy = measured(seed)
     matches = greedy.predicted.matches
     chances = np.where(matches, 0.8, 0.3).astype(np.float32)
-    return replace(greedy, baseline=None, predicted=replace(greedy.predicted, probabilities=chances))
+    return replace(
+        greedy, baseline=None, predicted=replace(greedy.predicted, probabilities=chances)
+    )
 
 
 VALIDATION = made_up(random_matches(9, 10, NUM_DRAFTED))
@@ -191,7 +193,9 @@ def test_served_otherwise_than_predicted_fails_and_says_where(tmp_path):
 def test_gap_counts_in_both_directions():
     """A drafter served better than predicted is as wrong: the two are not the same drafter."""
     counts = SETS["heldout"].recorded
-    better = Counts(counts.num_drafts, np.minimum(counts.accepted * 1.5, counts.num_drafts[:, None]))
+    better = Counts(
+        counts.num_drafts, np.minimum(counts.accepted * 1.5, counts.num_drafts[:, None])
+    )
     report = report_of(gates(), {**SETS, "heldout": measured(1, better)})
     failing = [gate["name"] for gate in report["gates"] if not gate["ok"]]
     assert "max_predicted_served_gap" in failing

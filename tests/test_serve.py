@@ -24,6 +24,7 @@ from eagle3.serve import PromptSet, ServedRun, serve_with, serve_without
 from eagle3.shards import ShardBuffer
 
 NUM_DRAFTED, MAX_NEW_TOKENS, NUM_PROMPTS = 3, 40, 12
+TEMPERATURE = 0.2  # at 1 a random verifier says anything, and no draft is accepted
 
 
 def make_prompts() -> list[list[int]]:
@@ -111,7 +112,7 @@ def test_vllm_counts_what_replay_predicts(trained, write_config, tmp_path, name)
     sets = [
         PromptSet("greedy", prompts, Sampling(0, MAX_NEW_TOKENS), tmp_path),
         PromptSet("again", prompts, Sampling(0, MAX_NEW_TOKENS), tmp_path),
-        PromptSet("sampled", prompts, Sampling(1, MAX_NEW_TOKENS), tmp_path),
+        PromptSet("sampled", prompts, Sampling(TEMPERATURE, MAX_NEW_TOKENS), tmp_path),
     ]
     head = VerifierHead(verifier, "float32")
     serve_with(config, verifier, published.directory, sets)
@@ -173,9 +174,12 @@ def test_a_drafter_served_otherwise_is_found_at_its_draft_position(trained, writ
     first = agreement.first
     assert first["prompt"] in agreement.differing_answers and not first["is_near_tie"]
     assert first["vllm"][0][0] != first["replay"][0][0]
-    assert first["context"] == found.predicted.tokens[first["prompt"]][
-        max(0, first["token_position"] - 14) : first["token_position"] + 2
-    ].tolist()
+    assert (
+        first["context"]
+        == found.predicted.tokens[first["prompt"]][
+            max(0, first["token_position"] - 14) : first["token_position"] + 2
+        ].tolist()
+    )
     # The run it replays is the one that the right files would have given.
     right = Replay(Published.open(served, verifier), verifier.embed_tokens(), torch.float32)
     assert put_together(sets[0], right, head, NUM_DRAFTED, NUM_DRAFTED).agreement.first is None
