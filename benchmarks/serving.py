@@ -4,14 +4,14 @@
 
 reads   05_export, 01_data/prompts.json, and the prompts of MT-Bench, HumanEval and GSM8K that their
         packages ship, through the verifier's chat template
-writes  runs/<name>/bench/k<K>/          what was served with K drafted tokens, k0 without a drafter
-        runs/<name>/bench/results.json   every number; `python -m benchmarks.compare A B` compares two
-        runs/<name>/bench/report.html, report.md
+writes  runs/<name>/bench/k<K>/               what was served with K drafted tokens, 0 for none
+        runs/<name>/bench/results.json        every number; benchmarks.compare compares two
+        runs/<name>/bench/report.html, .md    the same to read
 
 Greedy, answers as long as in 06. Held-out prompts at every concurrency with verify's drafted tokens
-and without a drafter, the other sets at verify's concurrency, and there the held-out prompts with 1
-to 7 drafted tokens. A quarter of an hour on two cores; if it stops, run it again: what was served is
-kept. Redo 05, and the directory must be removed first.
+and without a drafter, the other sets at verify's concurrency, and there the held-out prompts with
+1 to 7 drafted tokens. A quarter of an hour on two cores; if it stops, run it again: what was served
+is kept. For another drafter of the same run the directory must be removed first.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def _speeds(speeds: list[Row]) -> Table:
             + [f"{s['break_even_length']:.2f}", f"{s['acceptance_length']:.2f}"]
             for s in speeds
         ],
-        "Tokens/s count the prompts' prefill; a step is a median decoding step at full concurrency. "
+        "Tokens/s count the prefill too; a step is a median decoding step, all requests in it. "
         "Drafting breaks even at the acceptance length that is the ratio of the two steps.",
     )
 

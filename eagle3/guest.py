@@ -52,8 +52,9 @@ class Guest:
                 fix="correct the path",
             )
         self.inputs = {name: open_artifact(self.config, name, self.invocation) for name in _INPUTS}
+        digests = {name: artifact.digest for name, artifact in self.inputs.items()}
         fingerprint = {
-            **expected_fingerprint(self.config, "06_verify", self.inputs),
+            **expected_fingerprint(self.config, "06_verify", digests),
             "drafter": {
                 path.name: sampled_sha256(path)
                 for pattern in _FILES

@@ -1,6 +1,5 @@
-"""Three places of vLLM 0.32.0's CPU build: two stop a Kimi-like verifier without need, one is wrong.
-
-Nothing is done on a GPU.
+"""Three places of vLLM 0.32.0's CPU build: two stop a Kimi-like verifier without need, one is
+wrong. Nothing is done on a GPU.
 """
 
 from __future__ import annotations

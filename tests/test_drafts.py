@@ -1,4 +1,4 @@
-"""Steps recorded in the engine put together to the answers it returned, and counted as it counts."""
+"""Recorded steps put together to the answers the engine returned, and counted as it counts."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_the_drafter_accepts_when_served(operator):
     assert served["tokens_per_s"] > 0 and report["baseline"]["mt_bench"]["tokens_per_s"] > 0
     lossless = report["lossless"]
     assert lossless["compared"] > 16 and lossless["unexplained"] == 0
-    assert (operator.run / "06_verify" / "report.md").is_file()
+    assert (operator.run / "06_verify" / "report.html").is_file()
     assert list((operator.run / "06_verify").glob("*.png"))
 
 
