@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import worker  # noqa: F401  (whose import has vLLM's processes die with their parent)
 from .drafts import NUM_TOP, RecordedDrafts
 
 
