@@ -24,14 +24,16 @@ from typing import Any
 
 import numpy as np
 
-from eagle3.artifact import open_artifact, open_verifier
+from eagle3.artifact import open_artifact
 from eagle3.chat import Chat
 from eagle3.config import Config, PackageSource
 from eagle3.corpus import opening, read_source
 from eagle3.drafts import RecordedDrafts, emitted_answers, served_counts
 from eagle3.engine import Engine, Sampling
 from eagle3.errors import StaleInputError
+from eagle3.export import DRAFTER
 from eagle3.files import sha256_json, write_json
+from eagle3.fingerprint import open_verifier
 from eagle3.gates import MAIN_SET
 from eagle3.script import Invocation, log, run_script
 from eagle3.selection import fitting
@@ -82,7 +84,7 @@ def main(invocation: Invocation) -> None:
         serve_units(
             config,
             verifier,
-            export.directory / "drafter" if num_drafted else None,
+            export.directory / DRAFTER if num_drafted else None,
             {unit: sets[unit] for unit in units if unit.drafted_tokens == num_drafted},
         )
     results = {

@@ -1,8 +1,8 @@
 """A drafter that is not the run's own, verified on the run's prompts beside its own 06.
 
-What is measured goes to ``06_verify.<name>-<8 hex>/``, the digest that of everything measured on:
-the drafter's files, the verifier, the prompts, ``verify`` and 06's version. So nothing there can
-be stale: another drafter, or the same one trained on, has a directory of its own. There is no
+What is measured goes to ``06_verify.<name>-<8 hex>/``, a digest of everything it is measured on:
+the drafter's files, the run's artifacts, ``verify`` and 06's version. So nothing there can be
+stale: another drafter, or the same one trained on, has a directory of its own. There is no
 manifest, because nothing is made from it.
 """
 
@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .artifact import Artifact, expected_fingerprint, open_artifact, open_verifier
+from .artifact import Artifact, open_artifact
 from .config import Config
 from .errors import ConfigError
 from .files import sampled_sha256, sha256_json, write_json
 from .findings import value_findings
+from .fingerprint import expected_fingerprint, open_verifier
 from .locks import StageLock
 from .published import Published, require_servable
 from .script import Invocation, log
@@ -53,13 +54,12 @@ class Guest:
             )
         self.inputs = {name: open_artifact(self.config, name, self.invocation) for name in _INPUTS}
         digests = {name: artifact.digest for name, artifact in self.inputs.items()}
-        fingerprint = {
-            **expected_fingerprint(self.config, "06_verify", digests),
-            "drafter": {
-                path.name: sampled_sha256(path)
-                for pattern in _FILES
-                for path in sorted(self.drafter.glob(pattern))
-            },
+        fingerprint = expected_fingerprint(self.config, "06_verify", digests)
+        fingerprint["config"]["verify"].pop("gates")  # they judge, and change nothing measured
+        fingerprint["drafter"] = {
+            path.name: sampled_sha256(path)
+            for pattern in _FILES
+            for path in sorted(self.drafter.glob(pattern))
         }
         name = f"06_verify.{self.drafter.resolve().name}-{sha256_json(fingerprint)[:8]}"
         self.directory = self.config.run_dir / name
