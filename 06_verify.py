@@ -94,6 +94,7 @@ def verify(
     verifier, directory = stage.verifier, stage.directory
     data, hidden = stage.inputs["01_data"], stage.inputs["02_hidden"]
     prompts = json.loads(data.path("prompts.json").read_text(encoding="utf-8"))
+    prompts = {name: ids[: config.verify.prompts_per_set] for name, ids in prompts.items()}
     check_gates(config.verify.gates, prompts)
     greedy, drawn = (Sampling(t, config.evaluation.max_new_tokens) for t in (0.0, 1.0))
     sets = [PromptSet(name, ids, greedy, directory) for name, ids in prompts.items()]
