@@ -33,7 +33,7 @@ class Agreement:
         near_ties: int64 ``[K]``, another token, within rounding of vLLM's best.
         differing_answers: answer -> drafts that differ by more than that, most first.
         first: the first draft that differs by more (of those within rounding, if none does):
-            where it is, and both top five.
+            where it is, what was ``drafted`` (vLLM's first), and both top five.
     """
 
     compared: np.ndarray
@@ -86,6 +86,7 @@ def agree(
             "is_near_tie": not bool(by_more.any()),
             "context": captured.input_ids[: int(position[index]) + 2].tolist()[-16:],
             "drafted_before": ours[index, :k].tolist(),
+            "drafted": [int(theirs[index, k]), int(ours[index, k])],
             "vllm": _top(top_ids[index, k], top_logits[index, k]),
             "replay": _top(ids[k].numpy(), logits[k].numpy()),
         }

@@ -3,8 +3,8 @@
 A ``worker_extension_cls`` like ``worker.CaptureWorker``, for engines with a drafter. The hook is
 the model runner's ``propose_draft_token_ids`` (vLLM 0.32.0, ``v1/worker/gpu_model_runner.py``):
 called once a step, with the tokens the step emitted and the number of drafts it verified, it
-returns the drafts ``[num_requests, K]``. The drafter's own logits are seen on their way through
-its ``compute_logits``, called once a position of the chain.
+returns the drafts ``[num_requests, K]``. The drafter's own logits are what its
+``logits_processor`` returns (``llama_eagle3.py``), once a position of the chain, over draft ids.
 
 Nothing is read back from the device before ``drafts_publish``: recording costs a copy of a few
 numbers a request and the best five of each row of logits.
@@ -38,21 +38,18 @@ class DraftWorker:
 
 
 class _Recorder:
-    """Wraps the runner's ``propose_draft_token_ids`` and the drafter's ``compute_logits``."""
+    """Wraps the runner's ``propose_draft_token_ids`` and hooks the drafter's logits."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.steps: list[dict[str, torch.Tensor]] | None = None
         self.top: list[Any] = []
         self._propose, runner.propose_draft_token_ids = runner.propose_draft_token_ids, self.propose
-        model = runner.drafter.model
-        self._compute_logits, model.compute_logits = model.compute_logits, self.compute_logits
+        runner.drafter.model.logits_processor.register_forward_hook(self.see_logits)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = self._compute_logits(hidden_states)
+    def see_logits(self, _module: Any, _inputs: Any, logits: torch.Tensor) -> None:
         if self.steps is not None:
             self.top.append(logits.topk(NUM_TOP))
-        return logits
 
     def propose(
         self,
@@ -120,6 +117,9 @@ class _Recorder:
         columns = {
             name: torch.cat([step[name].cpu() for step in self.steps]) for name in self.steps[0]
         }
+        offsets = self.runner.drafter.model.draft_id_to_target_id
+        if offsets is not None:
+            columns["top_ids"] += offsets.cpu()[columns["top_ids"]]
         kept = ~columns.pop("discarded").bool()
         integers = {n: c[kept].long() for n, c in columns.items() if n != "top_logits"}
         RecordedDrafts(**integers, top_logits=columns["top_logits"][kept]).save(path)

@@ -87,7 +87,7 @@ def where_they_part(name: str, apart: dict[str, Any]) -> str:
     return (
         f"{said}; {kind} that differs is of prompt {first['prompt']} at token "
         f"{first['token_position']}, draft position {first['draft_position']}: vLLM drafted "
-        f"{first['vllm'][0][0]}, the replay {first['replay'][0][0]}"
+        f"{first['drafted'][0]}, the replay {first['drafted'][1]}"
     )
 
 

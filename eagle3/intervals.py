@@ -7,6 +7,7 @@ the interval of their difference leaves out what the prompts themselves vary by.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ def resampled_rates(blocks: np.ndarray, seed: int = _SEED) -> np.ndarray:
     return tokens / seconds
 
 
+@functools.lru_cache(maxsize=4)
 def _draws(num_drawn: int, seed: int = _SEED) -> np.ndarray:
     """How often each resample draws each of the sample, int64 ``[R, N]``."""
     shares = np.full(num_drawn, 1 / num_drawn)

@@ -224,7 +224,7 @@ def capture_served(
         engine: without a drafter.
     """
     for prompt_set in sets:
-        if read_record(prompt_set.states_path):
+        if read_record(prompt_set.states_path, range(len(prompt_set.prompts))):
             continue
         stop_flag.raise_if_set()
         answers = ServedRun.load(prompt_set.served_path).answers

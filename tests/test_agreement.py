@@ -84,6 +84,7 @@ def test_first_is_by_answer_then_position(prompt_set):
     assert (first["prompt"], first["token_position"], first["draft_position"]) == (0, 2, 1)
     assert replay.asked == (2, 2) and not first["is_near_tie"]
     assert first["context"] == [5, 6, 100, 101] and first["drafted_before"] == [102]
+    assert first["drafted"] == [9, 1]
     assert first["vllm"][:2] == [[9, TOP], [1, TOP - 2 * ROUNDING]]
     assert first["replay"] == [[i, 0.0] for i in range(NUM_TOP)]
 

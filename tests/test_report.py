@@ -33,6 +33,7 @@ FIRST = {
     "is_near_tie": False,
     "context": [5, 6],
     "drafted_before": [3],
+    "drafted": [8, 9],
     "vllm": [[8, 2.5], [9, 2.0]],
     "replay": [[9, 2.25], [8, 1.0]],
 }

@@ -173,7 +173,7 @@ def test_a_drafter_served_otherwise_is_found_at_its_draft_position(trained, writ
     assert (agreement.near_ties <= agreement.compared - agreement.equal).all()
     first = agreement.first
     assert first["prompt"] in agreement.differing_answers and not first["is_near_tie"]
-    assert first["vllm"][0][0] != first["replay"][0][0]
+    assert first["drafted"] == [first["vllm"][0][0], first["replay"][0][0]]
     assert (
         first["context"]
         == found.predicted.tokens[first["prompt"]][
