@@ -20,7 +20,9 @@ from .drafts import NUM_TOP, RecordedDrafts
 from .predict import Prediction
 from .replay import Replay
 from .serve import PromptSet
-from .shards import Shard
+from .shards import CapturedRow, Shard
+
+_CONTEXT_SHOWN_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ def agree(
     row += position - prediction.position[row]
     assert np.array_equal(prediction.position[row], position)
     theirs = recorded.drafts.numpy()[is_inside]
-    num_drafted = theirs.shape[1]
-    ours = prediction.drafts[row, :num_drafted]
+    ours = prediction.drafts[row, : theirs.shape[1]]
     is_equal = ours == theirs
     # What follows a draft that differs is drafted after another token: not compared.
     is_compared = np.cumprod(np.c_[np.ones(len(row)), is_equal[:, :-1]], axis=1) > 0
@@ -68,35 +69,43 @@ def agree(
     differs = is_compared & ~is_equal
     by_more = differs & ~is_near
     answers, times = np.unique(request[by_more.any(1)], return_counts=True)
-    order = np.argsort(-times, kind="stable")
     wanted = np.argwhere(by_more if by_more.any() else differs)
     first = None
     if len(wanted):
-        in_order = np.lexsort((wanted[:, 1], position[wanted[:, 0]], request[wanted[:, 0]]))
-        index, k = wanted[in_order[0]].tolist()
+        order = np.lexsort((wanted[:, 1], position[wanted[:, 0]], request[wanted[:, 0]]))
+        index, k = wanted[order[0]].tolist()
         captured = Shard.open(prompt_set.states_path).row(int(request[index]))
-        ids, logits = replay.top(
-            captured.input_ids, captured.aux_hidden_states, int(position[index]), k + 1, NUM_TOP
-        )
         first = {
             "set": prompt_set.name,
             "prompt": int(request[index]),
-            "token_position": int(position[index]),
-            "draft_position": k,
             "is_near_tie": not bool(by_more.any()),
-            "context": captured.input_ids[: int(position[index]) + 2].tolist()[-16:],
-            "drafted_before": ours[index, :k].tolist(),
             "drafted": [int(theirs[index, k]), int(ours[index, k])],
+            "drafted_before": ours[index, :k].tolist(),
             "vllm": _top(top_ids[index, k], top_logits[index, k]),
-            "replay": _top(ids[k].numpy(), logits[k].numpy()),
+            **_in_replay(captured, int(position[index]), k, replay),
         }
     return Agreement(
         compared=is_compared.sum(0),
         equal=(is_compared & is_equal).sum(0),
         near_ties=(differs & is_near).sum(0),
-        differing_answers={int(answers[i]): int(times[i]) for i in order},
+        differing_answers={
+            int(answers[i]): int(times[i]) for i in np.argsort(-times, kind="stable")
+        },
         first=first,
     )
+
+
+def _in_replay(captured: CapturedRow, position: int, k: int, replay: Replay) -> dict[str, Any]:
+    """A draft's place, the text before it, and the replay's own top five."""
+    ids, logits = replay.top(
+        captured.input_ids, captured.aux_hidden_states, position, k + 1, NUM_TOP
+    )
+    return {
+        "token_position": position,
+        "draft_position": k,
+        "context": captured.input_ids[: position + 2][-_CONTEXT_SHOWN_TOKENS:].tolist(),
+        "replay": _top(ids[k].numpy(), logits[k].numpy()),
+    }
 
 
 def _top(ids: np.ndarray, logits: np.ndarray) -> list[list[Any]]:
