@@ -45,7 +45,11 @@ def write(
         is_good=report["verdict"] == "pass",
         lines=_lines(report),
         pictures=pictures,
-        tables=[*_first_tables(report), *_breakdown(report), *_drafts(report, decode)],
+        tables=[
+            *(table(report) for table in (_gates, _lengths, _lossless, _steps, _by_drafted_tokens)),
+            *_breakdown(report),
+            *_drafts(report, decode),
+        ],
     )
     return ["report.json", *page.write(directory, "report"), *(path.name for path in pictures)]
 
@@ -76,69 +80,78 @@ def _lines(report: dict[str, Any]) -> list[str]:
         f"served acceptance length on {MAIN_SET}: {_length(served)}",
         f"{served['tokens_per_s']:.1f} tokens/s with the drafter, {plain['tokens_per_s']:.1f} "
         "without",
+        *(
+            f"a decoding step of {row['concurrency']} requests breaks even at acceptance length "
+            f"{row['break_even_length']:.2f}"
+            for row in report["steps"][MAIN_SET][-1:]
+        ),
         where_they_part(MAIN_SET, report["apart"][MAIN_SET]),
     ]
     failed = [gate["name"] for gate in report["gates"] if not gate["ok"]]
     return [f"failed: {', '.join(failed)}", *lines] if failed else lines
 
 
-def _first_tables(report: dict[str, Any]) -> list[Table]:
-    gates = [
+def _gates(report: dict[str, Any]) -> Table:
+    rows = [
         [row["name"], f"{row['limit']:g}", f"{row['value']:.4g}", "ok" if row["ok"] else "FAILED"]
         for row in report["gates"]
     ]
+    return Table("Gates", ["gate", "limit", "value", ""], rows)
+
+
+def _lengths(report: dict[str, Any]) -> Table:
     rows = []
     for name, served in report["served"].items():
-        predicted = report["predicted"][name]
         speeds = served["tokens_per_s"], report["baseline"][name]["tokens_per_s"]
-        rows.append([name, "greedy", _length(served), _length(predicted), *_speeds(*speeds)])
-    for name, sides in report["sampled"].items():
-        both = _length(sides["served"]), _length(sides["predicted"])
-        rows.append(
-            [name, "temperature 1", *both, f"{sides['served']['tokens_per_s']:.1f}", "", ""]
-        )
+        sides = _length(served), _length(report["predicted"][name])
+        rows.append([name, "greedy", *sides, *_speeds(*speeds)])
+    for name, drawn in report["sampled"].items():
+        sides = _length(drawn["served"]), _length(drawn["predicted"])
+        speed = f"{drawn['served']['tokens_per_s']:.1f}"
+        rows.append([name, "temperature 1", *sides, speed, "", ""])
     if "validation" in report["predicted"]:
         validation = _length(report["predicted"]["validation"])
         rows.append(["validation", "01's answers", "", validation, "", "", ""])
+    return Table(
+        "Acceptance length, 95% interval (share accepted at each draft position), tokens/s",
+        ["prompts", "answers", "served", "predicted", "drafter", "none", "times"],
+        rows,
+        "Predicted is an engine-free replay of the very tokens served; at temperature 1 each draft "
+        "counts with the probability the verifier gives it. Intervals: bootstrap over prompts.",
+    )
+
+
+def _lossless(report: dict[str, Any]) -> Table:
     lossless = report["lossless"]
-    parted = [
+    rows = [
         [d["set"], str(d["prompt"]), str(d["answer_position"])]
         + [", ".join(f"{value:g}" for value in d["below_top_logit"])]
         + [f"{d['top_logit']:g}", "near tie" if d["is_near_tie"] else "UNEXPLAINED"]
         for d in lossless["differences"][:_DIFFERENCES_SHOWN]
     ]
-    return [
-        Table("Gates", ["gate", "limit", "value", ""], gates),
-        Table(
-            "Acceptance length, 95% interval (share accepted at each draft position), tokens/s",
-            ["prompts", "answers", "served", "predicted", "drafter", "none", "times"],
-            rows,
-            "Predicted is an engine-free replay of the very tokens served; at temperature 1 each "
-            "draft counts with the probability the verifier gives it. Intervals: bootstrap over "
-            "prompts.",
-        ),
-        Table(
-            "Greedy answers with the drafter and without",
-            ["prompts", "prompt", "token", "below the top logit", "top logit", ""],
-            parted,
-            f"{lossless['compared']} compared: {lossless['equal']} equal, {lossless['near_ties']} "
-            f"part at a near tie of the verifier's logits, {lossless['unexplained']} unexplained. "
-            f"The first {_DIFFERENCES_SHOWN} that part:",
-        ),
-        Table(
-            "What a decoding step takes, and the acceptance length at which drafting breaks even",
-            ["prompts", "requests in it", "s with", "s without", "breaks even at", "times faster"],
-            [
-                [name, str(row["concurrency"])]
-                + [f"{row['step_s_with']:.4f}", f"{row['step_s_without']:.4f}"]
-                + [f"{row['break_even_length']:.2f}", f"{row['times_faster']:.2f}"]
-                for name, steps in report["steps"].items()
-                for row in steps
-            ],
-            "Medians; fewer requests than were served together are left when a set runs out.",
-        ),
-        _by_drafted_tokens(report),
-    ]
+    return Table(
+        "Greedy answers with the drafter and without",
+        ["prompts", "prompt", "answer token", "each below the top logit", "top logit", ""],
+        rows,
+        f"{lossless['compared']} compared: {lossless['equal']} equal, {lossless['near_ties']} part "
+        f"at a near tie of the verifier's logits, {lossless['unexplained']} unexplained. Of those "
+        f"that part, the first {_DIFFERENCES_SHOWN} at most:",
+    )
+
+
+def _steps(report: dict[str, Any]) -> Table:
+    return Table(
+        "What a decoding step takes, and the acceptance length at which drafting breaks even",
+        ["prompts", "requests in it", "s with", "s without", "breaks even at", "times faster"],
+        [
+            [name, str(row["concurrency"])]
+            + [f"{row['step_s_with']:.4f}", f"{row['step_s_without']:.4f}"]
+            + [f"{row['break_even_length']:.2f}", f"{row['times_faster']:.2f}"]
+            for name, steps in report["steps"].items()
+            for row in steps
+        ],
+        "Medians; fewer requests than were served together are left when a set runs out.",
+    )
 
 
 def _by_drafted_tokens(report: dict[str, Any]) -> Table:
