@@ -40,7 +40,7 @@ from eagle3.selection import fitting
 from eagle3.serve import PromptSet, ServedRun, serve_sets
 from eagle3.verifier import Verifier
 
-from .serving_report import write_report
+from .serving_report import BY_DRAFTED, write_report
 
 PACKAGES = ("mt_bench", "human_eval", "gsm8k")
 CONCURRENCIES = (1, 2, 4, 8)
@@ -77,6 +77,7 @@ def main(invocation: Invocation) -> None:
     directory = config.run_dir / "bench"
     require_same_drafter(directory, export.digest, invocation)
 
+    predicted = predicted_lengths(config, invocation)
     units = list(plan(config, {MAIN_SET: heldout, **package_prompts(config, verifier)}))
     max_new_tokens = config.evaluation.max_new_tokens
     sets = {unit: unit.prompt_set(directory, max_new_tokens) for unit in units}
@@ -91,6 +92,7 @@ def main(invocation: Invocation) -> None:
         "run": config.run.name,
         "drafter": export.digest,
         "max_new_tokens": max_new_tokens,
+        "predicted": predicted,
         "rows": [row(unit, sets[unit]) for unit in units],
     }
     write_json(directory / "results.json", results)
@@ -118,6 +120,20 @@ def require_same_drafter(directory: Path, digest: str, invocation: Invocation) -
     write_json(path, digest)
 
 
+def predicted_lengths(config: Config, invocation: Invocation) -> list[dict[str, Any]]:
+    """What 06 predicts of the held-out prompts for 1 to 7 drafted tokens; empty if it has not
+    passed on this drafter."""
+    try:
+        verified = open_artifact(config, "06_verify", invocation)
+    except StaleInputError as error:
+        log(
+            "no prediction beside what is served: 06 has not passed on this drafter", why=error.what
+        )
+        return []
+    report = json.loads(verified.path("report.json").read_text(encoding="utf-8"))
+    return report["acceptance_length_by_drafted_tokens"][MAIN_SET]
+
+
 def package_prompts(config: Config, verifier: Verifier) -> dict[str, list[list[int]]]:
     """The prompts of each package that leave room for an answer, as 01 makes them."""
     chat = Chat.open(verifier, config.data.chat_template_kwargs)
@@ -138,8 +154,9 @@ def plan(config: Config, sets: dict[str, list[list[int]]]) -> Iterator[Unit]:
             yield Unit(MAIN_SET, each, drafted, sets[MAIN_SET][:NUM_SWEPT])
         for name in PACKAGES:
             yield Unit(name, concurrency, drafted, sets[name])
+    served_by_06 = sets[MAIN_SET][: config.verify.prompts_per_set]
     for drafted in DRAFTED_TOKENS:
-        yield Unit("heldout_all", concurrency, drafted, sets[MAIN_SET])
+        yield Unit(BY_DRAFTED, concurrency, drafted, served_by_06)
 
 
 def serve_units(

@@ -14,6 +14,7 @@ from eagle3.page import Page, Table
 from eagle3.pictures import draw_serving
 
 Row = dict[str, Any]
+BY_DRAFTED = "heldout_as_06"  # 06's held-out prompts, with each number of drafted tokens
 WITHOUT_SEED = 1  # two runs' stretches are drawn apart
 
 
@@ -23,8 +24,9 @@ def write_report(directory: Path, results: dict[str, Any]) -> list[str]:
     lengths = [row for row in results["rows"] if row["drafted_tokens"]]
     lines = [in_words(speeds)]
     picture = directory / "serving.png"
-    by_drafted = [row for row in lengths if row["set"] not in {s["set"] for s in speeds}]
-    draw_serving(picture, [s for s in speeds if s["set"] == MAIN_SET], by_drafted)
+    by_drafted = [row for row in lengths if row["set"] == BY_DRAFTED]
+    swept = [s for s in speeds if s["set"] == MAIN_SET]
+    draw_serving(picture, swept, by_drafted, results["predicted"])
     page = Page(
         title=f"{results['run']}: served greedily, answers of up to {results['max_new_tokens']} "
         "tokens; 95% intervals, bootstrap over prompts for lengths, over stretches of the run for "
@@ -33,7 +35,11 @@ def write_report(directory: Path, results: dict[str, Any]) -> list[str]:
         is_good=True,
         lines=lines,
         pictures=[picture],
-        tables=[_speeds(speeds), _lengths(lengths)],
+        tables=[
+            _speeds(speeds),
+            _predicted(by_drafted, results["predicted"]),
+            _lengths(lengths),
+        ],
     )
     page.write(directory, "report")
     return lines
@@ -108,6 +114,24 @@ def _speeds(speeds: list[Row]) -> Table:
         ],
         "Tokens/s count the prefill too; a step is a median decoding step, all requests in it. "
         "Drafting breaks even at the acceptance length that is the ratio of the two steps.",
+    )
+
+
+def _predicted(by_drafted: list[Row], predicted: list[Row]) -> Table:
+    rows = []
+    for row, expected in zip(by_drafted, predicted, strict=False):  # none before 06
+        served, replayed = length_interval(counts(row)), Interval(*expected["interval"])
+        assert row["drafted_tokens"] == expected["drafted_tokens"]
+        rows.append(
+            [str(row["drafted_tokens"]), f"{row['acceptance_length']:.3f}", _interval(served, 3)]
+            + [f"{expected['acceptance_length']:.3f}", _interval(replayed, 3)]
+            + ["no" if served.distance(replayed) else "yes"]
+        )
+    return Table(
+        "Predicted against served, by drafted tokens",
+        ["drafted tokens", "served", "interval", "predicted by 06", "interval", "overlap"],
+        rows,
+        "06's replay of one run's answers against an engine run for each number of drafted tokens.",
     )
 
 

@@ -47,9 +47,11 @@ def draw_speed(path: Path, report: dict[str, Any]) -> None:
     _picture(path, 2, lambda axes: _plot_speed(axes, report))
 
 
-def draw_serving(path: Path, by_concurrency: list[Any], by_drafted: list[Any]) -> None:
+def draw_serving(
+    path: Path, by_concurrency: list[Any], by_drafted: list[Any], predicted: list[Any]
+) -> None:
     """Of ``benchmarks.serving``: when drafting pays, and acceptance length by drafted tokens."""
-    _picture(path, 3, lambda axes: _plot_serving(axes, by_concurrency, by_drafted))
+    _picture(path, 3, lambda axes: _plot_serving(axes, by_concurrency, by_drafted, predicted))
 
 
 def draw_training(path: Path, metrics: Path) -> None:
@@ -108,7 +110,9 @@ def _plot_speed(axes: Any, report: dict[str, Any]) -> None:
         ax.legend()
 
 
-def _plot_serving(axes: Any, by_concurrency: list[Any], by_drafted: list[Any]) -> None:
+def _plot_serving(
+    axes: Any, by_concurrency: list[Any], by_drafted: list[Any], predicted: list[Any]
+) -> None:
     concurrency = [row["concurrency"] for row in by_concurrency]
     for key, label in (("tokens_per_s_with", "drafter"), ("tokens_per_s_without", "no drafter")):
         speeds = [row[key] for row in by_concurrency]
@@ -117,9 +121,9 @@ def _plot_serving(axes: Any, by_concurrency: list[Any], by_drafted: list[Any]) -
     for key, label in (("break_even_length", "breaks even at"), ("acceptance_length", "served")):
         axes[1].plot(concurrency, [row[key] for row in by_concurrency], marker="o", label=label)
     axes[1].set(xlabel="concurrency", ylabel="acceptance length")
-    drafted = [row["drafted_tokens"] for row in by_drafted]
-    lengths = [row["acceptance_length"] for row in by_drafted]
-    axes[2].plot(drafted, lengths, marker="o", label="served")
+    for rows, label in ((by_drafted, "served"), (predicted, "predicted by 06")):
+        drafted = [row["drafted_tokens"] for row in rows]
+        axes[2].plot(drafted, [row["acceptance_length"] for row in rows], marker="o", label=label)
     axes[2].set(xlabel="drafted tokens", ylabel="acceptance length")
     for ax in axes:
         ax.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.compare import compare
-from benchmarks.serving_report import in_words, speed_rows, write_report
+from benchmarks.serving_report import BY_DRAFTED, in_words, speed_rows, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -67,7 +67,13 @@ def test_speed_varies_with_the_stretches():
 
 
 def test_report(tmp_path):
-    lines = write_report(tmp_path, {"run": "test", "max_new_tokens": 20, "rows": ROWS})
+    rows = [*ROWS, row(8, 1, 0.2, 7, set=BY_DRAFTED), row(8, 2, 0.2, 9, set=BY_DRAFTED)]
+    predicted = [
+        {"drafted_tokens": 1, "acceptance_length": 1.7, "interval": [1.6, 1.8]},
+        {"drafted_tokens": 2, "acceptance_length": 2.5, "interval": [2.4, 2.6]},
+    ]
+    results = {"run": "test", "max_new_tokens": 20, "predicted": predicted, "rows": rows}
+    lines = write_report(tmp_path, results)
     text = (tmp_path / "report.md").read_text()
     assert lines[0] in text
     assert (
@@ -75,6 +81,9 @@ def test_report(tmp_path):
         in text
     )
     assert "| heldout | 10 | 8 | 1 | 1.700 | 1.700 to 1.700 | 0.700 |" in text
+    assert "| 1 | 1.700 | 1.700 to 1.700 | 1.700 | 1.600 to 1.800 | yes |" in text
+    assert "| 2 | 1.900 | 1.900 to 1.900 | 2.500 | 2.400 to 2.600 | no |" in text
+    write_report(tmp_path, results | {"predicted": []})  # before 06
     assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "report.html").is_file()
 
