@@ -24,7 +24,7 @@ from eagle3.serve import PromptSet, ServedRun, serve_with, serve_without
 from eagle3.shards import ShardBuffer
 
 NUM_DRAFTED, MAX_NEW_TOKENS, NUM_PROMPTS = 3, 40, 12
-TEMPERATURE = 0.2  # at 1 a random verifier says anything, and no draft is accepted
+TEMPERATURE = 0.1  # at 1 a random verifier says anything, and no draft is accepted
 
 
 def make_prompts() -> list[list[int]]:
@@ -133,7 +133,7 @@ def test_vllm_counts_what_replay_predicts(trained, write_config, tmp_path, name)
         assert np.array_equal(matched.accepted, recorded.accepted)
         # Neither perfect nor hopeless, at every draft position: else equality would say little.
         shares = served.per_position
-        assert 0.02 < shares[2] < shares[1] < shares[0] < 0.98, (each.name, shares)
+        assert 0.01 < shares[2] < shares[1] < shares[0] < 0.98, (each.name, shares)
         agreement = found.agreement
         assert agreement.compared.tolist() == agreement.equal.tolist() and agreement.first is None
         assert agreement.compared.min() > 50
