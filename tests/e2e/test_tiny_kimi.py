@@ -76,6 +76,30 @@ def test_a_drafter_from_elsewhere_is_verified_beside_the_runs_own(finished, tmp_
     assert len(list(finished.glob("06_verify.downloaded-*"))) == 2
 
 
+@pytest.mark.exhaustive
+def test_serving_benchmark(finished):
+    """Every set, concurrency and number of drafted tokens; run again, nothing is served again."""
+    sets = ["--set", f"run.dir={finished.parent}", "--set", "train.num_epochs=5"]
+    command = [sys.executable, "-m", "benchmarks.serving", CONFIG, *sets]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    bench = finished / "bench"
+    results = json.loads((bench / "results.json").read_text())
+    rows = {(r["set"], r["concurrency"], r["drafted_tokens"]): r for r in results["rows"]}
+    assert {(c, k) for name, c, k in rows if name == "heldout"} == {
+        (c, k) for c in (1, 2, 4, 8) for k in (0, 3)
+    }
+    lengths = [rows["heldout_as_06", 8, k]["acceptance_length"] for k in range(1, 8)]
+    assert lengths[0] < lengths[2] and max(lengths) < 8
+    assert len(results["predicted"]) == 7
+    for row in rows.values():
+        assert abs(sum(tokens for tokens, _ in row["blocks"]) - row["num_tokens"]) == 0
+    report = (bench / "report.md").read_text()
+    assert "| 3 | " in report and " no |" not in report  # predicted and served overlap
+    served = {path: path.stat().st_mtime_ns for path in bench.glob("k*/*")}
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    assert {path: path.stat().st_mtime_ns for path in bench.glob("k*/*")} == served
+
+
 def test_wiring(finished):
     """What the exported drafter says of itself is what was captured, and its heads are 128 wide."""
     config = json.loads((finished / "05_export" / "drafter" / "config.json").read_text())
