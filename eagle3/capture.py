@@ -28,9 +28,10 @@ from .shards import Shard
 from .verifier import Verifier
 
 _ONE_TOKEN = Sampling(temperature=0, max_new_tokens=1)
-# Two units in the last place of bfloat16 (8 bits of significand): the engine's logits and ours
-# are rounded on different paths, so tokens this close may swap.
-NEAR_TIE = 2**-6
+# Share of the top logit within which two tokens may swap: the engine's logits and ours are rounded
+# on different paths. bfloat16: two units in the last place. float32: several times the largest
+# difference seen (4e-6), what many layers' sums in another order come to.
+NEAR_TIE = {torch.bfloat16: 2**-6, torch.float32: 2**-16}
 
 
 class VerifierHead:
@@ -51,7 +52,7 @@ class VerifierHead:
     def is_near_tie(self, logits: torch.Tensor, token_id: int) -> bool:
         """Whether a token's logit is within rounding of the largest one."""
         top = logits.max()
-        return bool(top - logits[token_id] <= NEAR_TIE * top.abs().clamp_min(1))
+        return bool(top - logits[token_id] <= NEAR_TIE[self.dtype] * top.abs().clamp_min(1))
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ class VerifySection(Section):
     """The measured vLLM run."""
 
     num_speculative_tokens: Annotated[Integer, Field(ge=1, le=7)]
+    prompts_per_set: Positive | None
     concurrency: Positive
     gates: GatesSection
 

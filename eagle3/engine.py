@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,22 @@ class Sampling:
     temperature: float
     max_new_tokens: int
     top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine's loop.
+
+    Attributes:
+        num_running: requests in it.
+        is_prefill: whether a request began with it.
+        num_tokens: emitted by it.
+    """
+
+    num_running: int
+    is_prefill: bool
+    num_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -111,6 +128,8 @@ class Engine:
             "seed": seed,
         }
         if drafter is not None:
+            # Its aux layers are the drafter's: nothing else can be captured.
+            arguments["worker_extension_cls"] = "eagle3.draft_worker.DraftWorker"
             arguments["speculative_config"] = {
                 "method": "eagle3",  # left out, vLLM guesses it from the directory's name
                 "model": str(drafter),
@@ -124,7 +143,12 @@ class Engine:
         log("engine ready", took=f"{time.monotonic() - start_s:.0f}s", drafter=drafter or "none")
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        concurrency: int | None = None,
+        steps: list[Step] | None = None,
     ) -> Iterator[Completion]:
         """Answer token-id prompts; completions come as they finish, in any order.
 
@@ -132,25 +156,40 @@ class Engine:
 
         Args:
             sampling: one for all prompts, or one each.
+            concurrency: requests sent at a time; by default all, and the engine takes as many
+                as ``max_num_seqs``.
+            steps: every step of the engine is appended to it.
         """
         engine = self._llm.llm_engine
         if isinstance(sampling, Sampling):
             sampling = [sampling] * len(prompts)
-        waiting = {str(index) for index in range(len(prompts))}
+        waiting = deque(enumerate(zip(prompts, sampling, strict=True)))
+        emitted: dict[str, int] = {}  # tokens so far of each request that runs
         try:
-            for index, (prompt, each) in enumerate(zip(prompts, sampling, strict=True)):
-                request = {"prompt_token_ids": list(prompt)}
-                engine.add_request(str(index), request, self._sampling_params(each))
-            while engine.has_unfinished_requests():
-                for output in engine.step():
+            while waiting or emitted:
+                num_begun = min(len(waiting), (concurrency or len(prompts)) - len(emitted))
+                for _ in range(num_begun):
+                    index, (prompt, each) = waiting.popleft()
+                    request = {"prompt_token_ids": list(prompt)}
+                    engine.add_request(str(index), request, self._sampling_params(each))
+                    emitted[str(index)] = 0
+                num_running, start_s = len(emitted), time.monotonic()
+                outputs = engine.step()
+                seconds = time.monotonic() - start_s
+                lengths = {each.request_id: len(each.outputs[0].token_ids) for each in outputs}
+                if steps is not None:
+                    num_tokens = sum(n - emitted[request] for request, n in lengths.items())
+                    steps.append(Step(num_running, num_begun > 0, num_tokens, seconds))
+                emitted |= lengths
+                for output in outputs:
                     if output.finished:
-                        waiting.discard(output.request_id)
+                        del emitted[output.request_id]
                         answer = output.outputs[0]
                         stopped = answer.finish_reason == "stop"
                         yield Completion(int(output.request_id), tuple(answer.token_ids), stopped)
         finally:
-            if waiting:
-                engine.abort_request(list(waiting))
+            if emitted:
+                engine.abort_request(list(emitted))
 
     def _sampling_params(self, sampling: Sampling) -> Any:
         from vllm import SamplingParams
@@ -164,7 +203,9 @@ class Engine:
         )
 
     def rpc(self, method: str, *args: Any) -> Any:
-        """Call a method of ``worker.CaptureWorker`` on every worker; the answer of TP rank 0.
+        """Call a method of the worker extension on every worker; the answer of TP rank 0.
+
+        It is ``worker.CaptureWorker``, or with a drafter ``draft_worker.DraftWorker``.
 
         Raises:
             PipelineError: that worker answered with it.

@@ -49,7 +49,7 @@ STAGES = {
         ),
         StageSpec("05_export", "05_export.py", 2, (), ("03_vocab", "04_train")),
         StageSpec(
-            "06_verify", "06_verify.py", 1, ("verify",), ("01_data", "02_hidden", "05_export")
+            "06_verify", "06_verify.py", 2, ("verify",), ("01_data", "02_hidden", "05_export")
         ),
     )
 }

@@ -1,8 +1,8 @@
-"""The witness: an exported drafter's drafts, computed without an engine or a training library.
+"""The witness: a drafter's drafts, computed without an engine or a training library.
 
-Reads ``model.safetensors`` and ``config.json`` as exported, and the verifier's embedding. Shares
-no code with the training step, speculators or vLLM, so what it predicts and what vLLM serves
-agree only if the files say what was trained.
+Reads a drafter directory, ours or anyone's, and the verifier's embedding. Shares no code with the
+training step, speculators or vLLM, so what it predicts and what vLLM serves agree only if the
+files say what was trained.
 
 The engine's order of work, for a draft at position t (state of t, embedding of token t+1):
 every position up to t is computed from the verifier's true states, and leaves its keys and
@@ -17,17 +17,16 @@ K drafted tokens
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import islice
 
 import torch
-from safetensors.torch import load_file
 from torch.nn.functional import linear, silu
 
-from .export import CONFIG, WEIGHTS
+from .config import DrafterSection
+from .drafter import rope_parameters
+from .published import Published
 
 # Drafts computed together: bounds the attention scores (N x A x n) on long rows.
 _DRAFTS_AT_ONCE = 256
@@ -40,20 +39,26 @@ class Replayed:
 
     Attributes:
         drafts: int64 ``[A, K]``, target token ids; row i was drafted once answer token i was known.
-        matches: bool ``[A, K]``, whether column k of row i is answer token i+1+k
-            (``acceptance.walk``'s input).
+        truth: int64 ``[A, K]``, the token that is there: column k of row i is answer token i+1+k.
+            -1 where the row ends before it.
     """
 
     drafts: torch.Tensor
-    matches: torch.Tensor
+    truth: torch.Tensor
+
+    @property
+    def matches(self) -> torch.Tensor:
+        """bool ``[A, K]``, whether each draft is the token that is there
+        (``acceptance.walk``'s input)."""
+        return self.drafts == self.truth
 
 
 class Replay:
-    """An exported drafter in plain torch.
+    """A drafter in plain torch.
 
     Args:
-        directory: the exported drafter.
-        embed_tokens: the verifier's, ``[vocab_size, H]``.
+        published: the drafter, in any form.
+        embed_tokens: the verifier's, ``[vocab_size, H]``; used unless the drafter brings its own.
         dtype: the engine's, so that a draft two logits are nearly tied for is decided by similar
             rounding. float32 is for comparing with other implementations.
         device: where to compute.
@@ -61,26 +66,27 @@ class Replay:
 
     def __init__(
         self,
-        directory: Path,
+        published: Published,
         embed_tokens: torch.Tensor,
         dtype: torch.dtype,
         device: str = "cpu",
     ) -> None:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        layer = config["transformer_layer_config"]
-        self.num_heads, self.head_dim = layer["num_attention_heads"], layer["head_dim"]
-        self.num_kv_heads, self.eps = layer["num_key_value_heads"], layer["rms_norm_eps"]
-        self.norm_before_residual = config["norm_before_residual"]
-        self.norm_before_fc, self.fc_norm = config["norm_before_fc"], config["fc_norm"]
-        self.norm_output = config["norm_output"]
-        self.inv_freq, self.rope_scale = _rope(layer)
+        drafter = published.drafter
+        self.num_heads, self.head_dim = drafter.num_attention_heads, drafter.head_dim
+        self.num_kv_heads, self.eps = drafter.num_key_value_heads, drafter.rms_norm_eps
+        self.norm_before_residual = drafter.norm_before_residual
+        self.norm_before_fc, self.fc_norm = drafter.norm_before_fc, drafter.fc_norm
+        self.norm_output = drafter.norm_output
+        self.inv_freq, self.rope_scale = _rope(drafter)
         self.inv_freq = self.inv_freq.to(device)
         self.dtype, self.device = dtype, device
-        self.embed_tokens = embed_tokens.to(device, dtype)
         self.weights = {}
-        for name, tensor in load_file(directory / WEIGHTS).items():
+        for name, tensor in published.load().items():
             self.weights[name] = tensor.to(device, dtype if tensor.is_floating_point() else None)
-        self.target_ids = torch.arange(config["draft_vocab_size"], device=device)
+        self.embed_tokens = embed_tokens.to(device, dtype)
+        if published.has_own_embedding:
+            self.embed_tokens = self.weights["embed_tokens.weight"]
+        self.target_ids = torch.arange(published.draft_vocab_size, device=device)
         if "d2t" in self.weights:
             self.target_ids = self.target_ids + self.weights["d2t"]
 
@@ -106,8 +112,8 @@ class Replay:
         drafts = self.draft(input_ids, aux_hidden_states, positions, num_draft_tokens).cpu()
         named = positions.cpu()[:, None] + 2 + torch.arange(num_draft_tokens)  # token t+2+k
         known = named < len(input_ids)
-        truth = input_ids[named.clamp_max(len(input_ids) - 1)]
-        return Replayed(drafts, (drafts == truth) & known)
+        truth = input_ids[named.clamp_max(len(input_ids) - 1)].where(known, -1)
+        return Replayed(drafts, truth)
 
     @torch.inference_mode()
     def draft(
@@ -118,16 +124,48 @@ class Replay:
         num_draft_tokens: int,
     ) -> torch.Tensor:
         """Drafted target ids, int64 ``[A, K]``, at positions t (int64 ``[A]``, t + 1 < n)."""
+        blocks = [
+            torch.stack([self.target_ids[logits.argmax(-1)] for logits in chain], dim=1)
+            for chain in self._chains(input_ids, aux_hidden_states, positions, num_draft_tokens)
+        ]
+        return torch.cat(blocks)
+
+    @torch.inference_mode()
+    def top(
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        position: int,
+        num_draft_tokens: int,
+        num_top: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter's best tokens at each step of one chain, best first.
+
+        Returns:
+            Target ids, int64 ``[K, num_top]``, and their logits, float32.
+        """
+        asked = torch.tensor([position], device=self.device)
+        (chain,) = self._chains(input_ids, aux_hidden_states, asked, num_draft_tokens)
+        best = [logits[0].float().topk(num_top) for logits in chain]
+        ids = torch.stack([self.target_ids[step.indices] for step in best])
+        return ids.cpu(), torch.stack([step.values for step in best]).cpu()
+
+    def _chains(
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        num_draft_tokens: int,
+    ) -> Iterator[Iterator[torch.Tensor]]:
+        """For each block of positions, the logits of its chains, step by step."""
         states_nH = self._combine(aux_hidden_states[:-1].to(self.device, self.dtype).flatten(1))
         embeds_nH = self.embed_tokens[input_ids[1:].to(self.device)]  # token t+1 beside state t
         layer_input, residual_nH = self._layer_input(embeds_nH, states_nH)
         every = torch.arange(len(states_nH), device=self.device)
         prefix = self._keys_values(layer_input, every)
-        blocks = []
         for asked in positions.split(_DRAFTS_AT_ONCE):
             chain = self._chain(prefix, layer_input[asked], residual_nH[asked], asked)
-            blocks.append(torch.stack([next(chain) for _ in range(num_draft_tokens)], dim=1))
-        return torch.cat(blocks)
+            yield islice(chain, num_draft_tokens)
 
     def _chain(
         self,
@@ -136,7 +174,7 @@ class Replay:
         residual_AH: torch.Tensor,
         asked: torch.Tensor,
     ) -> Iterator[torch.Tensor]:
-        """Yield the drafted ids of step 0, 1, ..., each ``[A]``, for a block of positions."""
+        """Yield the logits of step 0, 1, ..., each ``[A, draft_vocab_size]``, of a block."""
         chain_keys: list[torch.Tensor] = []
         chain_values: list[torch.Tensor] = []
         step = 0
@@ -150,10 +188,11 @@ class Replay:
             inner = gate * self._project("mlp.up_proj", inner)
             state_AH = state_AH + self._project("mlp.down_proj", inner)
             normed_AH = self._norm("norm", state_AH)
-            drafted = self.target_ids[linear(normed_AH, self.weights["lm_head.weight"]).argmax(-1)]
-            yield drafted
+            logits = linear(normed_AH, self.weights["lm_head.weight"])
+            yield logits
 
             step += 1
+            drafted = self.target_ids[logits.argmax(-1)]
             state_AH = normed_AH if self.norm_output else state_AH
             layer_input, residual_AH = self._layer_input(self.embed_tokens[drafted], state_AH)
             key, value = self._keys_values(layer_input, asked + step)
@@ -232,17 +271,22 @@ class Replay:
         return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def _rope(layer: dict[str, Any]) -> tuple[torch.Tensor, float]:
+def _rope(drafter: DrafterSection) -> tuple[torch.Tensor, float]:
     """Inverse frequencies ``[D/2]`` and the factor on cos and sin, from head_dim alone.
 
     The scaled kinds (yarn, llama3, ...) are transformers' formulas.
     """
-    parameters = layer["rope_parameters"]
-    if parameters["rope_type"] == "default":
-        exponents = torch.arange(0, layer["head_dim"], 2).float() / layer["head_dim"]
-        return parameters["rope_theta"] ** -exponents, 1.0
+    if drafter.rope_scaling is None:
+        exponents = torch.arange(0, drafter.head_dim, 2).float() / drafter.head_dim
+        return drafter.rope_theta**-exponents, 1.0
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config = LlamaConfig(**{key: value for key, value in layer.items() if key != "model_type"})
-    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu")
+    config = LlamaConfig(
+        hidden_size=drafter.hidden_size,
+        num_attention_heads=drafter.num_attention_heads,
+        head_dim=drafter.head_dim,
+        max_position_embeddings=drafter.max_position_embeddings,
+        rope_parameters=rope_parameters(drafter),
+    )
+    return ROPE_INIT_FUNCTIONS[drafter.rope_scaling["rope_type"]](config, "cpu")

@@ -70,7 +70,7 @@ def next_step(
     for name, found in states.items():
         if found.state == RUNNING:
             return f"next, when {name} is done", {"command": invocation.command(STATUS)}
-    return "the run is complete", {"report": config.run_dir / "06_verify" / "report.md"}
+    return "the run is complete", {"report": config.run_dir / "06_verify" / "report.html"}
 
 
 def _look_at(

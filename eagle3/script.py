@@ -35,7 +35,8 @@ _ECHO_S = 2.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
 class Invocation:
     """One command line: ``python 0N_*.py CONFIG [--set key=value ...] [--check] [--redo]``.
 
-    ``worker`` is this process's part of a stage that several share, None for a process alone.
+    ``worker`` is this process's part of a stage that several share, None for a process alone;
+    ``drafter`` a directory to verify in place of the run's own drafter.
     """
 
     script: str
@@ -44,10 +45,16 @@ class Invocation:
     check: bool
     redo: bool
     worker: Worker | None = None
+    drafter: Path | None = None
 
     @classmethod
     def parse(
-        cls, description: str, argv: list[str] | None = None, *, takes_workers: bool = False
+        cls,
+        description: str,
+        argv: list[str] | None = None,
+        *,
+        takes_workers: bool = False,
+        takes_drafter: bool = False,
     ) -> Invocation:
         parser = command_line(description)
         parser.add_argument("--check", action="store_true", help="preflight only, compute nothing")
@@ -62,8 +69,20 @@ class Invocation:
             if takes_workers
             else argparse.SUPPRESS,
         )
+        parser.add_argument(
+            "--drafter",
+            type=Path,
+            metavar="DIR",
+            help="verify the drafter of this directory on the run's prompts, beside its own"
+            if takes_drafter
+            else argparse.SUPPRESS,
+        )
         args = parser.parse_args(argv)
         script = Path(sys.argv[0]).name
+        if args.drafter and not takes_drafter:
+            parser.error(f"{script} takes no --drafter: 06_verify.py does")
+        if args.drafter and args.redo:
+            parser.error("--drafter needs no --redo: remove the directory it writes to instead")
         if args.worker and not takes_workers:
             parser.error(f"{script} is not split over workers: run it without --worker")
         try:
@@ -75,7 +94,8 @@ class Invocation:
                 f"--redo would set aside what the other workers made: with --worker 0/1 (here "
                 f"{worker}) start it over, stop it, then start the workers without --redo"
             )
-        return cls(script, args.config, tuple(args.set), args.check, args.redo, worker)
+        sets = tuple(args.set)
+        return cls(script, args.config, sets, args.check, args.redo, worker, args.drafter)
 
     def load_config(self) -> Config:
         return load_config(self.config_path, self.overrides)
@@ -87,6 +107,8 @@ class Invocation:
             words += ["--set", override]
         if script is None and self.worker is not None:
             words += ["--worker", str(self.worker)]
+        if script is None and self.drafter is not None:
+            words += ["--drafter", str(self.drafter)]
         return shlex.join([*words, *flags])
 
 
@@ -202,14 +224,20 @@ stop_flag = StopFlag()
 
 
 def run_script(
-    main: Callable[[Invocation], None], description: str, *, takes_workers: bool = False
+    main: Callable[[Invocation], None],
+    description: str,
+    *,
+    takes_workers: bool = False,
+    takes_drafter: bool = False,
 ) -> NoReturn:
     """Run a script's ``main`` and turn its outcome into an exit code; never returns.
 
     Args:
         takes_workers: several processes may share the stage (``--worker``).
+        takes_drafter: it also runs on a drafter that is not the run's own (``--drafter``).
     """
-    exit_after(main, Invocation.parse(description, takes_workers=takes_workers))
+    takes = {"takes_workers": takes_workers, "takes_drafter": takes_drafter}
+    exit_after(main, Invocation.parse(description, **takes))
 
 
 def exit_after(main: Callable[[Invocation], None], invocation: Invocation) -> NoReturn:

@@ -1,10 +1,4 @@
-"""Measured vLLM runs, and whether drafting changed what the verifier says.
-
-Greedy answers with a drafter and without must be the same tokens. In bfloat16 they need not be:
-a verifier step over four tokens rounds otherwise than four steps over one, and two tokens whose
-logits are within that rounding may swap. So a difference is explained only if both tokens are
-near the top where they first part; after it the answers are free to differ.
-"""
+"""Measured vLLM runs: a prompt set served with the drafter, without it, and its states captured."""
 
 from __future__ import annotations
 
@@ -12,21 +6,68 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .acceptance import Acceptance
-from .capture import VerifierHead, capture_rows
+from .capture import VerifierHead, capture_rows, read_record, record_path
+from .config import Config
 from .contract import Wiring
-from .engine import Engine, Sampling
-from .files import write_json
+from .drafts import RecordedDrafts, emitted_answers
+from .engine import Engine, Sampling, Step
+from .files import write_text
 from .progress import Progress
 from .script import log, stop_flag
-from .shards import Shard
+from .verifier import Verifier
 
-# The first request pays for lazy initialisation.
-_WARM_UP = Sampling(temperature=0, max_new_tokens=8)
+_WARM_UP_TOKENS = 8  # the first request pays for lazy initialisation, of the sampler too
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts, how they are answered, and where what is measured of them lies.
+
+    Attributes:
+        prompts: token ids with the generation prompt.
+        sampling: temperature 0 is greedy.
+        directory: holds ``served_<name>.json`` and so on.
+    """
+
+    name: str
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    directory: Path
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature == 0
+
+    @property
+    def served_path(self) -> Path:
+        """Answers, steps and counters with the drafter."""
+        return self.directory / f"served_{self.name}.json"
+
+    @property
+    def drafts_path(self) -> Path:
+        """What vLLM's drafter drafted."""
+        return self.directory / f"drafts_{self.name}.safetensors"
+
+    @property
+    def baseline_path(self) -> Path:
+        """Answers and steps without the drafter."""
+        return self.directory / f"baseline_{self.name}.json"
+
+    @property
+    def states_path(self) -> Path:
+        """The verifier's states of prompts and served answers."""
+        return self.directory / f"states_{self.name}.safetensors"
+
+    @property
+    def paths(self) -> list[Path]:
+        """Every file there is of it once measured."""
+        record = record_path(self.states_path)
+        paths = [self.served_path, self.drafts_path, self.states_path, record]
+        return [*paths, self.baseline_path] if self.is_greedy else paths
 
 
 @dataclass(frozen=True)
@@ -36,12 +77,14 @@ class ServedRun:
     Attributes:
         answers: emitted token ids in the order of the prompts, end of turn included if it came.
         seconds: from the first request to the last answer, the engine already warm.
-        acceptance: of this run alone; None without a drafter.
+        acceptance: vLLM's counters of this run alone; None without a drafter.
+        steps: of the engine, in order.
     """
 
     answers: tuple[tuple[int, ...], ...]
     seconds: float
     acceptance: Acceptance | None
+    steps: tuple[Step, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +96,8 @@ class ServedRun:
         return self.num_tokens / self.seconds
 
     def save(self, path: Path) -> None:
-        write_json(path, asdict(self))
+        value = {**asdict(self), "steps": [astuple(step) for step in self.steps]}
+        write_text(path, json.dumps(value) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> ServedRun:
@@ -62,165 +106,129 @@ class ServedRun:
         acceptance = counted and Acceptance(
             counted["num_drafts"], tuple(counted["accepted_per_position"])
         )
-        return cls(tuple(map(tuple, value["answers"])), value["seconds"], acceptance)
+        steps = tuple(Step(*step) for step in value["steps"])
+        return cls(tuple(map(tuple, value["answers"])), value["seconds"], acceptance, steps)
 
 
 def serve(
     engine: Engine,
-    name: str,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    prompt_set: PromptSet,
+    concurrency: int,
     num_speculative_tokens: int,
 ) -> ServedRun:
-    """Answer a prompt set and measure it.
+    """Answer a prompt set and measure it; with a drafter, record what it drafts.
 
     Args:
-        name: of the set, for the progress line.
+        concurrency: requests served together.
         num_speculative_tokens: the engine's; 0 without a drafter.
 
     Raises:
         Interrupted: a stop signal arrived; nothing is kept of the set.
     """
-    for _ in engine.generate(prompts[:1], _WARM_UP):
+    prompts = prompt_set.prompts
+    warm_up = replace(prompt_set.sampling, max_new_tokens=_WARM_UP_TOKENS)
+    for _ in engine.generate(prompts[:2], warm_up):
         pass
-    before = engine.acceptance(num_speculative_tokens) if num_speculative_tokens else None
+    if num_speculative_tokens:
+        engine.rpc("drafts_begin")
+        before = engine.acceptance(num_speculative_tokens)
     answers: list[tuple[int, ...]] = [()] * len(prompts)
+    steps: list[Step] = []
     progress = Progress(len(prompts), "answers")
     start_s = time.monotonic()
     # Closed on a stop, so that the engine aborts what is still running.
-    with closing(engine.generate(prompts, sampling)) as completions:
+    with closing(
+        engine.generate(prompts, prompt_set.sampling, concurrency=concurrency, steps=steps)
+    ) as completions:
         for completion in completions:
             answers[completion.index] = completion.token_ids
-            progress.advance(1, set=name)
+            progress.advance(1, set=prompt_set.name)
             stop_flag.raise_if_set()
     seconds = time.monotonic() - start_s
     progress.close()
-    counted = before and engine.acceptance(num_speculative_tokens) - before
-    return ServedRun(tuple(answers), seconds, counted)
+    counted = None
+    if num_speculative_tokens:
+        engine.rpc("drafts_publish", str(prompt_set.drafts_path))
+        counted = engine.acceptance(num_speculative_tokens) - before
+    return ServedRun(tuple(answers), seconds, counted, tuple(steps))
+
+
+def serve_with(
+    config: Config, verifier: Verifier, drafter: Path, sets: Sequence[PromptSet]
+) -> None:
+    """Serve what is not served yet with a drafter; an engine is started only if there is any."""
+    if all(each.served_path.is_file() for each in sets):
+        return
+    num_drafted, concurrency = config.verify.num_speculative_tokens, config.verify.concurrency
+    engine = Engine(
+        config,
+        verifier,
+        drafter=drafter,
+        num_speculative_tokens=num_drafted,
+        max_num_seqs=concurrency,
+    )
+    serve_sets(engine, sets, concurrency, num_drafted)
+    engine.close()
+
+
+def serve_without(
+    config: Config,
+    verifier: Verifier,
+    head: VerifierHead,
+    aux_layer_ids: tuple[int, ...],
+    sets: Sequence[PromptSet],
+) -> None:
+    """Serve the greedy sets without a drafter, and capture what was served with it."""
+    if all(path.is_file() for each in sets for path in each.paths):
+        return
+    concurrency = config.verify.concurrency
+    engine = Engine(config, verifier, max_num_seqs=concurrency)
+    serve_sets(engine, [each for each in sets if each.is_greedy], concurrency, 0)
+    wiring = replace(Wiring.at_capture(config, verifier), aux_layer_ids=aux_layer_ids)
+    capture_served(engine, wiring, head, sets)
+    engine.close()
 
 
 def serve_sets(
     engine: Engine,
-    prompts: dict[str, list[list[int]]],
-    paths: dict[str, Path],
-    max_new_tokens: int,
+    sets: Sequence[PromptSet],
+    concurrency: int,
     num_speculative_tokens: int,
 ) -> None:
-    """Serve the sets not served yet, greedily, each to its own file: a set is a unit of work."""
-    sampling = Sampling(temperature=0, max_new_tokens=max_new_tokens)
-    for name, path in missing(paths).items():
+    """Serve the sets not served yet, each to its own file: a set is a unit of work.
+
+    Args:
+        num_speculative_tokens: the engine's; 0 without a drafter.
+    """
+    for prompt_set in sets:
+        path = prompt_set.served_path if num_speculative_tokens else prompt_set.baseline_path
+        if path.is_file():  # published whole: one that is there is finished
+            continue
         stop_flag.raise_if_set()
-        run = serve(engine, name, prompts[name], sampling, num_speculative_tokens)
+        run = serve(engine, prompt_set, concurrency, num_speculative_tokens)
         run.save(path)
         length = run.acceptance and run.acceptance.acceptance_length
         log(path.stem, tokens=run.num_tokens, tokens_per_s=run.tokens_per_s, acceptance=length)
 
 
-def missing(paths: dict[str, Path]) -> dict[str, Path]:
-    """Those not measured yet; files are published whole, so one that is there is finished."""
-    return {name: path for name, path in paths.items() if not path.is_file()}
-
-
 def capture_served(
-    engine: Engine,
-    wiring: Wiring,
-    head: VerifierHead,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[int]],
-    path: Path,
-    num_beyond: int,
+    engine: Engine, wiring: Wiring, head: VerifierHead, sets: Sequence[PromptSet]
 ) -> None:
-    """Capture the states of what was served: row i is prompt i, answer i, and what the verifier
-    would go on with, at most ``num_beyond`` tokens.
+    """Capture the verifier's states of what was served: row i is prompt i, answer i, and what the
+    engine emitted beyond its end.
 
     vLLM counts drafts accepted past an answer's end (it cuts the answer afterwards), so the
-    prediction needs to know what would have been accepted there.
+    prediction needs to know what was emitted there.
 
     Args:
         engine: without a drafter.
     """
-    answered = [[*p, *answer] for p, answer in zip(prompts, answers, strict=True)]
-    beyond: list[tuple[int, ...]] = [()] * len(answered)
-    for completion in engine.generate(answered, Sampling(0, num_beyond)):
-        beyond[completion.index] = completion.token_ids
-    rows = [[*row, *more] for row, more in zip(answered, beyond, strict=True)]
-    capture_rows(engine, wiring, head, rows, path)
-
-
-@dataclass(frozen=True)
-class Lossless:
-    """Greedy answers with the drafter against those without.
-
-    Attributes:
-        compared: prompts.
-        equal: answers with the same tokens throughout.
-        near_ties: answers that part where both tokens are within rounding of the top logit.
-        unexplained: all others.
-        examples: the first few that part: prompt index, answer position, both tokens, how far
-            below the top logit each is.
-    """
-
-    compared: int = 0
-    equal: int = 0
-    near_ties: int = 0
-    unexplained: int = 0
-    examples: tuple[dict[str, Any], ...] = ()
-
-    def __add__(self, other: Lossless) -> Lossless:
-        return Lossless(
-            self.compared + other.compared,
-            self.equal + other.equal,
-            self.near_ties + other.near_ties,
-            self.unexplained + other.unexplained,
-            (*self.examples, *other.examples)[:8],
-        )
-
-
-def compare(
-    name: str,
-    prompts: Sequence[Sequence[int]],
-    drafted: ServedRun,
-    plain: ServedRun,
-    states: Shard,
-    head: VerifierHead,
-) -> Lossless:
-    """Compare a set's answers token by token.
-
-    Args:
-        drafted, plain: served with and without the drafter.
-        states: row i is prompt i followed by its drafted answer.
-        head: the verifier's; its near-tie tolerance is ``capture.NEAR_TIE``.
-    """
-    total = Lossless()
-    pairs = zip(drafted.answers, plain.answers, strict=True)
-    for index, (ours, theirs) in enumerate(pairs):
-        if ours == theirs:
-            total += Lossless(compared=1, equal=1)
+    for prompt_set in sets:
+        if read_record(prompt_set.states_path, range(len(prompt_set.prompts))):
             continue
-        place = first_difference(ours, theirs)
-        tokens = [answer[place] for answer in (ours, theirs) if place < len(answer)]
-        last_states = states.row(index).last_hidden_states
-        # The state before an answer's token ``place`` is that of the token it follows.
-        logits = head.logits(last_states[len(prompts[index]) + place - 1][None])[0]
-        # One answer being the other's beginning is no swap: nothing explains it.
-        is_tie = len(tokens) == 2 and all(head.is_near_tie(logits, token) for token in tokens)
-        example = {
-            "set": name,
-            "prompt": index,
-            "answer_position": place,
-            "tokens": tokens,
-            "below_top_logit": [round((logits.max() - logits[t]).item(), 4) for t in tokens],
-            "explained": is_tie,
-        }
-        total += Lossless(1, 0, int(is_tie), int(not is_tie), (example,))
-    return total
-
-
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """First index at which two different answers differ.
-
-    >>> first_difference([5, 7, 9], [5, 8])
-    1
-    """
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        stop_flag.raise_if_set()
+        answers = ServedRun.load(prompt_set.served_path).answers
+        emitted = emitted_answers(RecordedDrafts.load(prompt_set.drafts_path), answers)
+        pairs = zip(prompt_set.prompts, emitted, strict=True)
+        rows = [[*prompt, *answer.token_ids] for prompt, answer in pairs]
+        capture_rows(engine, wiring, head, rows, prompt_set.states_path)

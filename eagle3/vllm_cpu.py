@@ -1,9 +1,10 @@
-"""Two places where vLLM 0.32.0's CPU build stops a Kimi-like verifier without need.
-
-Neither touches what is computed, and neither is done on a GPU.
+"""Three places of vLLM 0.32.0's CPU build: two stop a Kimi-like verifier without need, one is
+wrong. Nothing is done on a GPU.
 """
 
 from __future__ import annotations
+
+import torch
 
 
 def prepare() -> None:
@@ -13,6 +14,7 @@ def prepare() -> None:
     if current_platform.is_cpu():
         _let_kernels_be_looked_for()
         _declare_blocks_of_16()
+        _expand_temperatures()
 
 
 def _let_kernels_be_looked_for() -> None:
@@ -35,3 +37,29 @@ def _declare_blocks_of_16() -> None:
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
         lambda kv_cache_spec=None: [MultipleOf(16)]
     )
+
+
+def _expand_temperatures() -> None:
+    """``cpu_triton_utils.py`` expands a temperature a request into a copy of the output that it
+    drops: drafts of sampled requests would be verified at whatever lay in memory.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """What vLLM's function of this name says of itself (``v1/sample/rejection_sampler.py``).
+
+    >>> expand_batch_to_tokens(torch.tensor([0.5, 0.0]), torch.tensor([2, 3]), 3, 0, 1)
+    tensor([0.5000, 0.5000, 1.0000])
+    """
+    num_tokens_each = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    values = x.where(x != replace_from, replace_to)
+    return values.repeat_interleave(num_tokens_each, output_size=num_tokens)

@@ -295,9 +295,10 @@ def test_vllm_serves_both_forms_alike(tiny_verifier_dir, write_config, tmp_path)
 
     from eagle3.config_file import load_config
     from eagle3.engine import Engine, Sampling
-    from eagle3.serve import serve
+    from eagle3.serve import PromptSet, serve
 
     prompts = make_prompts()
+    prompt_set = PromptSet("test", prompts, Sampling(0, MAX_NEW_TOKENS), tmp_path)
     drafter = train_briefly(tiny_verifier_dir, prompts, head_dim=32)
     config = load_config(write_config())
     runs = []
@@ -308,7 +309,7 @@ def test_vllm_serves_both_forms_alike(tiny_verifier_dir, write_config, tmp_path)
             drafter=drafter.export(tmp_path / form.directory, form),
             num_speculative_tokens=NUM_DRAFTED,
         )
-        runs.append(serve(engine, "test", prompts, Sampling(0, MAX_NEW_TOKENS), NUM_DRAFTED))
+        runs.append(serve(engine, prompt_set, config.verify.concurrency, NUM_DRAFTED))
         engine.close()
     assert runs[0].answers == runs[1].answers
     assert runs[0].acceptance == runs[1].acceptance

@@ -7,14 +7,19 @@ can be compared, not only drafts that happen to match.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from drafters import Drafter, open_verifier, rounded
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from eagle3.acceptance import Acceptance, walk
+from eagle3.export import WEIGHTS
+from eagle3.published import Published
 from eagle3.replay import Replay
 
 NUM_DRAFTED = 4
@@ -49,6 +54,11 @@ def one_thread():
     torch.set_num_threads(num_threads)
 
 
+def open_replay(drafter: Drafter, directory: Path, dtype: torch.dtype = torch.float32) -> Replay:
+    published = Published.open(directory, drafter.verifier)
+    return Replay(published, drafter.verifier.embed_tokens(), dtype)
+
+
 def speculators_drafts(
     drafter: Drafter, input_ids: torch.Tensor, aux: torch.Tensor, positions: torch.Tensor
 ) -> list[list[int]]:
@@ -81,7 +91,7 @@ def test_every_chain_is_speculators(tiny_verifier_dir, tmp_path, name):
     drafter = Drafter.random(open_verifier(tiny_verifier_dir), **GEOMETRIES[name])
     directory = drafter.export(tmp_path / "drafter")
     rounded(drafter.model)
-    replay = Replay(directory, drafter.verifier.embed_tokens(), torch.float32)
+    replay = open_replay(drafter, directory)
 
     generator = torch.Generator().manual_seed(1)
     num_tokens, num_aux = 24, len(drafter.wiring.aux_layer_ids)
@@ -99,7 +109,7 @@ def test_every_chain_is_speculators(tiny_verifier_dir, tmp_path, name):
 def test_blocks_of_positions_do_not_see_each_other(tiny_verifier_dir, tmp_path, monkeypatch):
     drafter = Drafter.random(open_verifier(tiny_verifier_dir))
     directory = drafter.export(tmp_path / "drafter")
-    replay = Replay(directory, drafter.verifier.embed_tokens(), torch.float32)
+    replay = open_replay(drafter, directory)
     input_ids, aux = torch.randint(0, 512, (30,)), torch.randn(30, 3, 64)
     positions = torch.arange(28)
     whole = replay.draft(input_ids, aux, positions, 3)
@@ -108,11 +118,39 @@ def test_blocks_of_positions_do_not_see_each_other(tiny_verifier_dir, tmp_path, 
     assert torch.equal(replay.draft(input_ids[:12], aux[:12], positions[:10], 3), whole[:10])
 
 
+def test_top_five_begin_with_the_draft(tiny_verifier_dir, tmp_path):
+    drafter = Drafter.random(open_verifier(tiny_verifier_dir))
+    replay = open_replay(drafter, drafter.export(tmp_path / "drafter"))
+    input_ids, aux = torch.randint(0, 512, (30,)), torch.randn(30, 3, 64)
+    ids, logits = replay.top(input_ids, aux, 17, 3, 5)
+    assert torch.equal(ids[:, 0], replay.draft(input_ids, aux, torch.tensor([17]), 3)[0])
+    assert ids.shape == logits.shape == (3, 5) and bool((logits.diff(dim=1) <= 0).all())
+    assert all(len(set(step)) == 5 for step in ids.tolist())
+
+
+def test_a_drafter_with_its_own_embedding_reads_that(tiny_verifier_dir, tmp_path):
+    drafter = Drafter.random(open_verifier(tiny_verifier_dir))
+    directory = drafter.export(tmp_path / "drafter")
+    own = torch.randn(512, 64).bfloat16()
+    tensors = {**load_file(directory / WEIGHTS), "embed_tokens.weight": own}
+    save_file(tensors, directory / WEIGHTS)
+    input_ids, aux = torch.randint(0, 512, (30,)), torch.randn(30, 3, 64)
+    replay = open_replay(drafter, directory)
+    found = replay.draft(input_ids, aux, torch.arange(28), 3)
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, directory / WEIGHTS)
+    published = Published.open(directory, drafter.verifier)
+    expected = Replay(published, own, torch.float32).draft(input_ids, aux, torch.arange(28), 3)
+    assert torch.equal(found, expected)
+    verifiers = open_replay(drafter, directory).draft(input_ids, aux, torch.arange(28), 3)
+    assert not torch.equal(found, verifiers)
+
+
 def test_answer_says_which_drafts_match(tiny_verifier_dir, tmp_path):
     """A row whose answer holds some of the drafter's own drafts, by hand."""
     drafter = Drafter.random(open_verifier(tiny_verifier_dir))
     directory = drafter.export(tmp_path / "drafter")
-    replay = Replay(directory, drafter.verifier.embed_tokens(), torch.float32)
+    replay = open_replay(drafter, directory)
     input_ids, aux = torch.randint(0, 512, (12,)), torch.randn(12, 3, 64)
     start, num_answer = 5, 4  # answer tokens 5..8, tokens 9..11 beyond
     first = replay.draft(input_ids, aux, torch.tensor([start - 1]), 3)[0]
@@ -133,7 +171,7 @@ def test_answer_says_which_drafts_match(tiny_verifier_dir, tmp_path):
 def test_nothing_matches_past_the_end(tiny_verifier_dir, tmp_path, monkeypatch):
     drafter = Drafter.random(open_verifier(tiny_verifier_dir))
     directory = drafter.export(tmp_path / "drafter")
-    replay = Replay(directory, drafter.verifier.embed_tokens(), torch.float32)
+    replay = open_replay(drafter, directory)
     monkeypatch.setattr(Replay, "draft", lambda *_args: torch.full((3, 2), 7))
     row = torch.full((6,), 7)  # every draft names the token every known place holds
     matches = replay.answer(
@@ -145,10 +183,10 @@ def test_nothing_matches_past_the_end(tiny_verifier_dir, tmp_path, monkeypatch):
 def test_bfloat16_rounds_but_computes_the_same(tiny_verifier_dir, tmp_path):
     drafter = Drafter.random(open_verifier(tiny_verifier_dir))
     directory = drafter.export(tmp_path / "drafter")
-    embed = drafter.verifier.embed_tokens()
     input_ids, aux = torch.randint(0, 512, (200,)), torch.randn(200, 3, 64)
-    wide = Replay(directory, embed, torch.float32).draft(input_ids, aux, torch.arange(190), 3)
-    narrow = Replay(directory, embed, torch.bfloat16).draft(input_ids, aux, torch.arange(190), 3)
+    positions = torch.arange(190)
+    wide = open_replay(drafter, directory).draft(input_ids, aux, positions, 3)
+    narrow = open_replay(drafter, directory, torch.bfloat16).draft(input_ids, aux, positions, 3)
     assert (wide[:, 0] == narrow[:, 0]).float().mean() > 0.85
 
 

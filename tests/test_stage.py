@@ -70,7 +70,7 @@ def test_the_last_line_is_what_the_run_lacks_first(write_config, capsys):
     run.make(), run.make("03_vocab")
     assert f"next command='python 02_gen_hidden_states.py {run.path}'" in _last_line(capsys)
     run.make("02_hidden"), run.make("04_train"), run.make("05_export"), run.make("06_verify")
-    report = run.config.run_dir / "06_verify" / "report.md"
+    report = run.config.run_dir / "06_verify" / "report.html"
     assert _last_line(capsys).endswith(f"06_verify the run is complete report={report}")
     changed = Run(write_config, ("train.seed=7",))
     with changed.stage("03_vocab"):

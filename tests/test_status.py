@@ -64,7 +64,7 @@ def test_a_run_that_is_done(run):
     run.make_all()
     code, lines = status(run)
     assert code == 0 and row(lines, "03_vocab").startswith("03_vocab done ")
-    assert lines[-1] == f"the run is complete: {run.config.run_dir}/06_verify/report.md"
+    assert lines[-1] == f"the run is complete: {run.config.run_dir}/06_verify/report.html"
     assert command(run) == "none"
 
 

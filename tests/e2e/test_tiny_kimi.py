@@ -1,6 +1,7 @@
 """The six scripts on a verifier of Kimi's kind, as an operator runs them."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,13 @@ CONFIG = "configs/tiny_kimi_cpu.yaml"
 SCRIPTS = sorted(path.name for path in ROOT.glob("0[1-6]_*.py"))
 
 
-def run(script: str, run_dir: Path, *overrides: str) -> tuple[int, str]:
+def run(
+    script: str, run_dir: Path, *overrides: str, drafter: Path | None = None
+) -> tuple[int, str]:
     sets = [word for key in (f"run.dir={run_dir}", *overrides) for word in ("--set", key)]
+    guest = ["--drafter", str(drafter)] if drafter else []
     done = subprocess.run(
-        [sys.executable, script, CONFIG, *sets],
+        [sys.executable, script, CONFIG, *sets, *guest],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -45,6 +49,55 @@ def test_served_as_predicted_and_lossless(finished):
     prompts = json.loads((finished / "01_data" / "prompts.json").read_text())
     assert report["lossless"]["unexplained"] == 0
     assert report["lossless"]["compared"] == sum(map(len, prompts.values())) > 16
+
+
+def test_a_drafter_from_elsewhere_is_verified_beside_the_runs_own(finished, tmp_path):
+    """The same drafter as a guest, under another name: the same drafts, the same prediction."""
+    guest = tmp_path / "downloaded"
+    shutil.copytree(finished / "05_export" / "drafter", guest)
+    own = {path: path.stat().st_mtime_ns for path in (finished / "06_verify").iterdir()}
+    code, screen = run("06_verify.py", finished.parent, "train.num_epochs=5", drafter=guest)
+    assert code == 0, screen[-4000:]
+    assert {path: path.stat().st_mtime_ns for path in (finished / "06_verify").iterdir()} == own
+    (directory,) = finished.glob("06_verify.downloaded-*")
+    reports = [
+        json.loads((d / "report.json").read_text()) for d in (finished / "06_verify", directory)
+    ]
+    mine, theirs = reports
+    assert theirs["predicted"]["validation"] == mine["predicted"]["validation"]
+    assert theirs["served"]["heldout"]["num_answers"] == mine["served"]["heldout"]["num_answers"]
+    assert (directory / "report.html").is_file() and not (directory / "manifest.json").exists()
+    # Other weights are another drafter: measured anew, and refused before an engine starts here.
+    config = json.loads((guest / "config.json").read_text())
+    config["transformer_layer_config"]["head_dim"] = 64
+    (guest / "config.json").write_text(json.dumps(config))
+    code, screen = run("06_verify.py", finished.parent, "train.num_epochs=5", drafter=guest)
+    assert code == 4 and "q_proj" in screen and "engine ready" not in screen
+    assert len(list(finished.glob("06_verify.downloaded-*"))) == 2
+
+
+@pytest.mark.exhaustive
+def test_serving_benchmark(finished):
+    """Every set, concurrency and number of drafted tokens; run again, nothing is served again."""
+    sets = ["--set", f"run.dir={finished.parent}", "--set", "train.num_epochs=5"]
+    command = [sys.executable, "-m", "benchmarks.serving", CONFIG, *sets]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=900)
+    bench = finished / "bench"
+    results = json.loads((bench / "results.json").read_text())
+    rows = {(r["set"], r["concurrency"], r["drafted_tokens"]): r for r in results["rows"]}
+    assert {(c, k) for name, c, k in rows if name == "heldout"} == {
+        (c, k) for c in (1, 2, 4, 8) for k in (0, 3)
+    }
+    lengths = [rows["heldout_as_06", 8, k]["acceptance_length"] for k in range(1, 8)]
+    assert lengths[0] < lengths[2] and max(lengths) < 8
+    assert len(results["predicted"]) == 7
+    for row in rows.values():
+        assert abs(sum(tokens for tokens, _ in row["blocks"]) - row["num_tokens"]) == 0
+    report = (bench / "report.md").read_text()
+    assert "| 3 | " in report and " no |" not in report  # predicted and served overlap
+    served = {path: path.stat().st_mtime_ns for path in bench.glob("k*/*")}
+    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    assert {path: path.stat().st_mtime_ns for path in bench.glob("k*/*")} == served
 
 
 def test_wiring(finished):
