@@ -11,6 +11,7 @@ run     python 04_train.py configs/smollm2_cpu.yaml
 time    the demo's three passes over 129K tokens: six minutes on two cores
 
 If it stops, run the same command again: it goes on from the last checkpoint as if never stopped.
+Where states come in rounds it trains on those that are there, and python -m eagle3.rounds goes on.
 """
 
 import torch
@@ -27,7 +28,7 @@ from eagle3.preflight import check
 from eagle3.ranks import Ranks
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
-from eagle3.shards import open_all
+from eagle3.shard_plan import open_states, rounds_of
 from eagle3.stage import Stage
 from eagle3.ttt import TTTStep
 from eagle3.vocab import VocabMap
@@ -43,16 +44,16 @@ def main(invocation: Invocation) -> None:
         if stage.done:
             return
         rows = TokenRows.load(stage.inputs["01_data"].path("rows.safetensors"))
-        shards = open_all(stage.inputs["02_hidden"])
         vocab = VocabMap.load(stage.inputs["03_vocab"].path("vocab_map.safetensors"))
+        hidden = stage.inputs["02_hidden"]
         wiring = Wiring.at_capture(config, stage.verifier)
         wiring.require_equal(
-            stage.inputs["02_hidden"].wiring,
-            where=stage.inputs["02_hidden"].directory,
+            hidden.wiring,
+            where=hidden.directory,
             fix="capture again with the config's aux layers",
         )
         wiring = wiring.bind(vocab_map=vocab.digest, drafter=config.drafter)
-        reader = RowReader(rows, shards)
+        reader = RowReader(rows, open_states(hidden, rows, config))
         row_ids, dropped = trainable_rows(rows)
         validation_ids = [i for i in range(rows.num_rows) if rows.is_validation[i]]
         require_both(row_ids, validation_ids)
@@ -83,8 +84,10 @@ def main(invocation: Invocation) -> None:
             draft_vocab=len(vocab.d2t),
         )
         validation_plan = plan_epoch(validation_ids, rows.lengths, config.train.batch_tokens, 0)
+        trainable = frozenset(row_ids)
+        rounds = [[i for i in ids if i in trainable] for ids in rounds_of(rows, config)]
         trainer = Trainer(
-            config.train, step, reader, row_ids, validation_plan, stage.directory, ranks
+            config.train, step, reader, rounds, validation_plan, stage.directory, ranks
         )
         log(
             "plan",
@@ -95,6 +98,9 @@ def main(invocation: Invocation) -> None:
             processes=ranks.count,
         )
         trainer.run()
+        if not trainer.is_done:
+            log("trained on the rounds that are on disk", done=trainer.checkpoints.trained_rounds())
+            return ranks.on_main(stage.say_next)
 
         def publish() -> None:
             publish_best(stage, trainer, config, len(vocab.d2t))

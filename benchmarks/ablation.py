@@ -40,7 +40,7 @@ from eagle3.rows import TokenRows
 from eagle3.schedule import cosine_with_warmup
 from eagle3.script import Invocation, log
 from eagle3.serve import serve
-from eagle3.shards import open_all
+from eagle3.shard_plan import open_states
 from eagle3.ttt import TTTStep
 from eagle3.validation import validate
 from eagle3.vocab import VocabMap
@@ -103,7 +103,7 @@ def measure(config_path: Path, row: str, seed: int) -> dict[str, Any]:
     )
     rows = TokenRows.load(data.path("rows.safetensors"))
     vocab = VocabMap.load(vocab_artifact.path("vocab_map.safetensors"))
-    reader = SomeLayers(rows, open_all(hidden))
+    reader = SomeLayers(rows, open_states(hidden, rows, made))
     reader.slots = [made.capture.aux_layer_ids.index(i) for i in config.capture.aux_layer_ids]
     drafter = fresh_drafter(config, vocab)
     start_s = time.monotonic()

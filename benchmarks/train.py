@@ -34,7 +34,7 @@ from eagle3.fingerprint import open_verifier
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
-from eagle3.shards import open_all
+from eagle3.shard_plan import open_states
 from eagle3.ttt import TTTStep
 from eagle3.vocab import VocabMap
 
@@ -48,7 +48,7 @@ def main(invocation: Invocation) -> None:
         open_artifact(config, name, invocation) for name in ("01_data", "02_hidden", "03_vocab")
     )
     rows = TokenRows.load(data.path("rows.safetensors"))
-    reader = RowReader(rows, open_all(hidden))
+    reader = RowReader(rows, open_states(hidden, rows, config))
     vocab = VocabMap.load(vocab_artifact.path("vocab_map.safetensors"))
     matrix_flops = matrix_rate()
     figures = {}
@@ -154,7 +154,10 @@ def pack(rows: list[Row], ttt_steps: int) -> tuple[dict[str, torch.Tensor], Batc
             [torch.full((len(r.input_ids) - 1,), i) for i, r in enumerate(rows)]
         )[None],
         "position_ids": torch.cat([torch.arange(1, len(r.input_ids)) for r in rows])[None],
-        "verifier_last_hidden_states": torch.cat([r.last_hidden_states[1:] for r in rows])[None],
+        # It forms a target everywhere, also where none is kept and nothing is supervised.
+        "verifier_last_hidden_states": torch.cat(
+            [r.last_hidden_states[1:].nan_to_num() for r in rows]
+        )[None],
     }
     return inputs, collate(rows, ttt_steps)
 

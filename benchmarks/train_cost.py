@@ -16,7 +16,7 @@ from benchmarks.full_size import H200_BYTES_PER_S, H200_FLOPS, count, empty_batc
 from eagle3.batches import Batch
 from eagle3.config import DrafterSection
 from eagle3.script import Invocation, log, run_script
-from eagle3.shards import bytes_per_token
+from eagle3.shard_plan import plain_bytes
 
 # AdamW reads p, g, m, v and writes p, m, v; clipping reads g, then scales it: all float32.
 OPTIMIZER_BYTES = 4 * (7 + 3)
@@ -41,9 +41,7 @@ def main(invocation: Invocation) -> None:
     most_s = flops / H200_FLOPS
     unfused_s = counting.h200_s + (attention.forward + attention.backward) / H200_FLOPS
     unfused_s += optimizer_s
-    token_bytes = bytes_per_token(
-        len(config.capture.aux_layer_ids), config.drafter.hidden_size, config.verifier.dtype
-    )
+    token_bytes = plain_bytes(config)
     figures = {
         "tokens": batch.num_tokens,
         "supervised": len(batch.supervised),

@@ -24,7 +24,7 @@ from eagle3.config import Config
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
-from eagle3.shards import open_all
+from eagle3.shard_plan import open_states
 from eagle3.ttt import TTTStep
 from eagle3.vocab import VocabMap
 
@@ -40,7 +40,7 @@ def main(invocation: Invocation) -> None:
         open_artifact(config, name, invocation) for name in ("01_data", "02_hidden", "03_vocab")
     )
     rows = TokenRows.load(data.path("rows.safetensors"))
-    reader = RowReader(rows, open_all(hidden))
+    reader = RowReader(rows, open_states(hidden, rows, config))
     vocab = VocabMap.load(vocab_artifact.path("vocab_map.safetensors"))
     large_vocab = VocabMap.from_target_ids(range(4 * len(vocab.d2t)), len(vocab.t2d))
     plan = plan_epoch(trainable_rows(rows)[0], rows.lengths, BATCH_TOKENS[0], 0)[:NUM_BATCHES]

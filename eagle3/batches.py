@@ -7,7 +7,7 @@ the MLP are only needed where something is supervised; every position gives keys
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -200,10 +200,13 @@ class RowReader:
             for index, row_id in enumerate(shard.row_ids)
         }
         for shard in shards:
-            first, last = int(shard.row_ids[0]), int(shard.row_ids[-1])
-            ours = rows.input_ids[rows.row_offsets[first] : rows.row_offsets[last + 1]]
+            ours = np.concatenate([rows.row(i)[0] for i in shard.row_ids.tolist()])
             if not np.array_equal(shard.input_ids.numpy(), ours):
                 raise _other_tokens(shard)
+
+    def holds(self, row_ids: Iterable[int]) -> bool:
+        """Whether the states of all these rows are here."""
+        return all(row_id in self._place for row_id in row_ids)
 
     def __getitem__(self, row_id: int) -> Row:
         shard, index = self._place[row_id]

@@ -1,25 +1,29 @@
 """Rows in, published and proven shards out: the driver of the patched worker.
 
 A shard is one unit of work. Proof that its states are the verifier's own, for every row: the
-tokens the engine ran are the row's tokens, and the token the engine emits next is
-argmax(lm_head(norm(last state))) computed here from the stored bytes and the checkpoint.
+tokens the engine ran are the row's tokens; the token the engine emits next is
+argmax(lm_head(norm(last state))) computed here from the stored exact state and the checkpoint; and
+among the states that training reads, that token's is the same, to the precision it is kept in.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from .contract import Wiring
+from .eight_bit import MAX_RELATIVE_ERROR
 from .engine import Engine, Sampling
 from .errors import GateError, StaleInputError
 from .files import sha256_json, write_json
+from .shard_plan import PlannedShard
 from .shards import Shard
 from .verifier import Verifier
 
@@ -63,17 +67,23 @@ class PendingShard:
 def compute_shard(
     engine: Engine,
     wiring: Wiring,
-    row_ids: Sequence[int],
+    shard: PlannedShard,
     rows: Sequence[Sequence[int]],
-    path: Path,
+    directory: Path,
 ) -> PendingShard:
-    """Prefill rows through the engine and hand their states to the worker's writer."""
-    layer_ids = [*wiring.aux_layer_ids, wiring.num_verifier_layers]
-    lengths_tokens = [len(row) for row in rows]
-    engine.rpc("capture_begin", layer_ids, [int(i) for i in row_ids], lengths_tokens)
+    """Prefill a shard's rows through the engine and hand their states to the worker's writer."""
+    engine.rpc(
+        "capture_begin",
+        [*wiring.aux_layer_ids, wiring.num_verifier_layers],
+        shard.row_ids,
+        [len(row) for row in rows],
+        shard.has_last_state.tobytes(),
+        shard.state_dtype,
+    )
     next_token_ids = [-1] * len(rows)
     for completion in engine.generate(rows, _ONE_TOKEN):
         next_token_ids[completion.index] = completion.token_ids[0]
+    path = directory / shard.name
     engine.rpc("capture_publish", str(path))
     return PendingShard(path, rows, next_token_ids)
 
@@ -88,11 +98,15 @@ def finish_shard(engine: Engine, head: VerifierHead, pending: PendingShard) -> d
     """
     record = engine.rpc("capture_wait")
     shard = Shard.open(pending.path)
+    final_states = shard.final_states()
+    strays = relative_error(shard.kept_final_states(), final_states) > MAX_RELATIVE_ERROR
     for index, row in enumerate(pending.rows):
         begin, end = shard.row_offsets[index], shard.row_offsets[index + 1]
         if shard.input_ids[begin:end].tolist() != list(row):
             raise _unproven(shard, index, "the row's own tokens", "other tokens")
-    logits = head.logits(shard.final_states())
+        if strays[index]:
+            raise _unproven(shard, index, "the last token's state", "another state in its place")
+    logits = head.logits(final_states)
     argmax = logits.argmax(-1).tolist()
     near_ties = 0
     for index, (emitted, ours) in enumerate(zip(pending.next_token_ids, argmax, strict=True)):
@@ -113,28 +127,18 @@ def capture_rows(
     rows: Sequence[Sequence[int]],
     path: Path,
 ) -> Shard:
-    """Capture a few rows into one proven shard, row ids 0, 1, ... (06 replays what it served)."""
-    finish_shard(engine, head, compute_shard(engine, wiring, range(len(rows)), rows, path))
+    """Capture a few rows into one proven shard, row ids 0, 1, ..., every state as computed (06
+    replays what it served)."""
+    everywhere = np.ones(sum(map(len, rows)), dtype=bool)
+    shard = PlannedShard(path.name, None, list(range(len(rows))), everywhere, "exact", 0)
+    finish_shard(engine, head, compute_shard(engine, wiring, shard, rows, path.parent))
     return Shard.open(path)
 
 
-def plan_shards(
-    lengths_tokens: Sequence[int], shard_tokens: int, directory: Path
-) -> dict[Path, list[int]]:
-    """Whole rows, in order, into shards of up to ``shard_tokens`` tokens, or one longer row.
-
-    >>> list(plan_shards([3, 4, 9, 2], 8, Path("02_hidden")).values())
-    [[0, 1], [2], [3]]
-    """
-    plan: dict[Path, list[int]] = {}
-    filled_tokens = shard_tokens
-    for row_id, length_tokens in enumerate(lengths_tokens):
-        if not plan or filled_tokens + length_tokens > shard_tokens:
-            path = directory / f"shard-{len(plan):05d}.safetensors"
-            plan[path], filled_tokens = [], 0
-        plan[path].append(row_id)
-        filled_tokens += int(length_tokens)
-    return plan
+def relative_error(states: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """``[n]``: norm of the difference over the norm, state by state."""
+    exact = exact.float()
+    return (states.float() - exact).norm(dim=-1) / exact.norm(dim=-1).clamp_min(1e-30)
 
 
 def read_record(path: Path, row_ids: Sequence[int]) -> dict[str, Any] | None:
@@ -152,11 +156,10 @@ def read_record(path: Path, row_ids: Sequence[int]) -> dict[str, Any] | None:
         return None
 
 
-def read_records(plan: Mapping[Path, Sequence[int]]) -> dict[Path, dict[str, Any] | None]:
-    """The record of every planned shard, None for one that is not there or not proven."""
-    for directory in {path.parent for path in plan}:
-        os.listdir(directory)  # an NFS client then asks for other nodes' new files
-    return {path: read_record(path, row_ids) for path, row_ids in plan.items()}
+def read_records(directory: Path, plan: Iterable[PlannedShard]) -> dict[str, dict[str, Any] | None]:
+    """The record of every planned shard by name, None for one that is not there or not proven."""
+    os.listdir(directory)  # an NFS client then asks for other nodes' new files
+    return {each.name: read_record(directory / each.name, each.row_ids) for each in plan}
 
 
 def record_path(shard_path: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import xxhash
 
 from .errors import StaleInputError
-from .files import publishing
+from .files import publishing, write_json
 
 KEPT_CHECKPOINTS = 2
 
@@ -20,6 +21,7 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = directory / "checkpoints"
         self.best = self.directory / "best.pt"
+        self._round_ends = directory / "round_ends.json"
 
     def all(self) -> list[Path]:
         """Those of steps, the earliest first."""
@@ -30,6 +32,19 @@ class Checkpoints:
 
     def of_step(self, num_steps: int) -> Path:
         return self.directory / f"step-{num_steps:08d}.pt"
+
+    def note_rounds(self, round_ends: list[int]) -> None:
+        """Write down the step at which each round ends: a function of the config, as the plan."""
+        write_json(self._round_ends, round_ends)
+
+    def trained_rounds(self) -> int:
+        """Rounds that end where the latest checkpoint was made, or before."""
+        latest = self.latest()
+        if latest is None or not self._round_ends.is_file():
+            return 0
+        num_steps = int(latest.stem.removeprefix("step-"))
+        ends = json.loads(self._round_ends.read_text(encoding="utf-8"))
+        return sum(end <= num_steps for end in ends)
 
     def publish(self, path: Path, state: dict[str, Any]) -> None:
         """Write one, and let go of those no longer kept.

@@ -148,6 +148,8 @@ class CaptureSection(Section):
     """Which hidden states are kept, and how they lie on disk."""
 
     aux_layer_ids: tuple[Integer, ...] = Field(min_length=1)
+    state_dtype: Literal["exact", "int8"]
+    round_tokens: Positive | None
     shard_bytes: Positive
     disk_budget_bytes: Positive = _operational()
 
@@ -280,6 +282,15 @@ class Config(Section):
     train: TrainSection
     verify: VerifySection
     assumed_tokens_per_s: AssumedRates
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Config:
+        if self.capture.state_dtype == "int8" and self.drafter.hidden_size % 32:
+            raise ValueError(
+                "capture.state_dtype int8 keeps a scale for every 32 values of a state: "
+                "drafter.hidden_size must be a multiple of 32"
+            )
+        return self
 
     @property
     def run_dir(self) -> Path:

@@ -38,7 +38,7 @@ STAGES = {
     spec.name: spec
     for spec in (
         StageSpec("01_data", "01_prepare_data.py", 1, ("verifier", "data", "evaluation"), ()),
-        StageSpec("02_hidden", "02_gen_hidden_states.py", 2, ("capture",), ("01_data",), True),
+        StageSpec("02_hidden", "02_gen_hidden_states.py", 3, ("capture",), ("01_data",), True),
         StageSpec("03_vocab", "03_build_vocab_map.py", 1, ("vocab",), ("01_data",)),
         StageSpec(
             "04_train",
@@ -53,6 +53,9 @@ STAGES = {
         ),
     )
 }
+
+# The command that runs 02 and 04 in turns, where ``capture.round_tokens`` asks for it.
+ROUNDS = "-m eagle3.rounds"
 
 
 @functools.lru_cache(maxsize=2)

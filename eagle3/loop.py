@@ -4,6 +4,9 @@ Everything that decides the next step is in a checkpoint or follows from the con
 AdamW state in float32, the scheduler, the step; the data order is a function of seed and epoch.
 Checkpoints are single files, complete or absent.
 
+Where states come in rounds (``retention``) the plan passes over one round ``num_epochs`` times,
+then over the next; a run trains as far as it finds states, and the next one goes on.
+
 Several ranks (``accelerate launch``) share each step's rows and average their gradients, which
 gives the loss and the gradient of one process up to rounding. Every rank holds the same weights
 and optimizer state; the main one alone writes. No checkpoint knows the number of ranks: a resumed
@@ -13,6 +16,7 @@ run may have another, and goes on from the same state with the same remaining ba
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +30,8 @@ from .batches import RowReader, prefetched
 from .checkpoints import Checkpoints
 from .config import TrainSection
 from .drafter import BORROWED
-from .errors import Interrupted
+from .errors import Interrupted, StaleInputError
+from .fingerprint import ROUNDS
 from .pictures import draw_training
 from .plan import plan_epoch
 from .progress import Progress
@@ -43,7 +48,8 @@ class Trainer:
 
     Args:
         step: the TTT step around the drafter being trained.
-        reader, row_ids: the training rows.
+        reader: the states on disk.
+        rounds: training rows, those of each round; all in one where there are no rounds.
         validation_plan: batches of held-out rows, run ``validations_per_epoch`` times an epoch.
         directory: ``04_train``; checkpoints, metrics and curves go here. On several nodes it
             lies on a disk they share: every rank reads the checkpoint it resumes from.
@@ -55,7 +61,7 @@ class Trainer:
         section: TrainSection,
         step: TTTStep,
         reader: RowReader,
-        row_ids: Sequence[int],
+        rounds: Sequence[Sequence[int]],
         validation_plan: Sequence[list[int]],
         directory: Path,
         ranks: Ranks = ALONE,
@@ -63,13 +69,18 @@ class Trainer:
         self.section, self.reader, self.directory = section, reader, directory
         self.checkpoints, self.metrics = Checkpoints(directory), Metrics(directory)
         self.ranks = ranks
-        self.validation_plan = validation_plan
+        self.rounds, self.validation_plan = rounds, validation_plan
         lengths = reader.rows.lengths
+        passes = [row_ids for row_ids in rounds for _ in range(section.num_epochs)]
         self.epochs = [
-            plan_epoch(row_ids, lengths, section.batch_tokens, section.seed + epoch)
-            for epoch in range(section.num_epochs)
+            plan_epoch(row_ids, lengths, section.batch_tokens, section.seed + index)
+            if row_ids
+            else []
+            for index, row_ids in enumerate(passes)
         ]
         self.plan = [batch for epoch in self.epochs for batch in epoch]
+        epoch_ends = list(itertools.accumulate(map(len, self.epochs)))
+        self.round_ends = epoch_ends[section.num_epochs - 1 :: section.num_epochs]
         self.validate_after = set(validation_steps(self.epochs, section.validations_per_epoch))
         self.tokens_before = [0]
         for batch in self.plan:
@@ -106,13 +117,19 @@ class Trainer:
         patience = self.section.patience_validations
         return patience is not None and self.best["validations_since"] >= patience
 
+    @property
+    def is_done(self) -> bool:
+        return self.has_enough or self.done_steps == len(self.plan)
+
     def run(self) -> None:
-        """Train what is left of the plan.
+        """Train what is left of the plan, as far as its rows' states are on disk.
 
         Raises:
+            StaleInputError: not even the next round's are.
             Interrupted: a stop was asked for, of any rank; the step is finished and saved.
             GateError: a loss is not finite; its batch is saved, the last checkpoint is good.
         """
+        self.ranks.on_main(lambda: self.checkpoints.note_rounds(self.round_ends))
         self._resume()
         idle = sum(len(batch) < self.ranks.count for batch in self.plan)
         if idle:
@@ -152,7 +169,7 @@ class Trainer:
 
     def _batches(self) -> Iterator[Any]:
         """What is left of the plan, laid out; the time spent waiting for it is counted."""
-        left = [] if self.has_enough else self.plan[self.done_steps :]
+        left = [] if self.has_enough else self.plan[self.done_steps : self._end_of_states()]
         pin = self.accelerator.device.type == "cuda"
         batches = prefetched(self.reader, left, self.section.ttt_steps, pin=pin, ranks=self.ranks)
         while True:
@@ -162,6 +179,24 @@ class Trainer:
                 return
             self.window.waited_s += time.monotonic() - begin_s
             yield batch
+
+    def _end_of_states(self) -> int:
+        """The step at which the last round ends whose states, like those before it, are there."""
+        end = self.done_steps
+        for row_ids, round_end in zip(self.rounds, self.round_ends, strict=True):
+            if round_end > end:
+                if not self.reader.holds(row_ids):
+                    break
+                end = round_end
+        if end == self.done_steps < len(self.plan):
+            raise StaleInputError(
+                "the states that training goes on with are not on disk",
+                where=self.directory.with_name("02_hidden"),
+                expected=f"those of the rows trained from step {end} of {len(self.plan)} on",
+                found="others: they were freed, or are still to be captured",
+                script=ROUNDS,
+            )
+        return end
 
     def _train_step(self, batch: Any) -> None:
         """One optimizer step; of one step a line the drafts are looked at too."""

@@ -85,6 +85,7 @@ def write_manifest(
     files: list[str],
     checksums: dict[str, str],
     seconds: float,
+    identity: dict[str, Any] | None = None,
 ) -> None:
     """Publish the manifest of a stage whose files are all published.
 
@@ -92,6 +93,7 @@ def write_manifest(
         made: stage, fingerprint, counts, wiring and results.
         checksums: SHA-256 of files already hashed when they were written.
         seconds: what this run of the stage took.
+        identity: what the digest is taken of, where it is not all that was made.
     """
     entries = {
         name: {
@@ -102,5 +104,5 @@ def write_manifest(
     }
     made = {**made, "files": entries}
     environment = {"host": platform.node(), "versions": versions(), "seconds": round(seconds, 1)}
-    manifest = {**made, "digest": sha256_json(made), "environment": environment}
+    manifest = {**made, "digest": sha256_json(identity or made), "environment": environment}
     write_json(directory / MANIFEST, {**manifest, "self_digest": sha256_json(manifest)})

@@ -26,9 +26,11 @@ from .flat import written_layer_ids
 from .gpus import require_gpus
 from .manifest import MANIFEST
 from .messages import Conversation, Drop
+from .retention import Rounds
+from .rows import TokenRows
 from .script import Invocation, log
 from .selection import check_config, select
-from .shards import bytes_per_token
+from .shard_plan import bytes_of_rows, plain_bytes, plan_shards
 from .verifier import Verifier
 from .vocab import forced_ids
 
@@ -74,11 +76,11 @@ def check(config: Config, stage: str, invocation: Invocation) -> None:
     log("forced tokens are single tokens", ids=forced_ids(verifier, config.vocab.forced_tokens))
     if stage == "01_data":
         _check_sources(config, chats)
-    upstream = _upstream(config, stage, verifier, invocation)
+    rows = _upstream(config, stage, verifier, invocation)
     drafter_bytes = _check_table(config, wiring, verifier) if stage in _DRAFTER_STAGES else 0
     if stage == "02_hidden":
-        _check_disk(config, upstream.get("01_data"))
-    _estimate_time(config, stage, upstream.get("01_data"))
+        _check_disk(config, wiring, rows)
+    _estimate_time(config, stage, rows)
     if stage in _ENGINE_STAGES:
         require_gpus(config, verifier, drafter_bytes)
     log("nothing stands in the way", next=invocation.command())
@@ -123,9 +125,9 @@ def _sample(source: Source) -> list[Conversation]:
 
 def _upstream(
     config: Config, stage: str, verifier: Verifier, invocation: Invocation
-) -> dict[str, int]:
-    """Open the upstream artifacts that are there; tokens of each, where it counts them."""
-    tokens = {}
+) -> TokenRows | None:
+    """Open the upstream artifacts that are there; 01's rows, if it is one of them."""
+    rows = None
     has_weights = any(verifier.directory.glob("*.safetensors"))
     for name in STAGES[stage].inputs:
         if not (config.run_dir / name / MANIFEST).is_file():
@@ -137,9 +139,8 @@ def _upstream(
         artifact = open_artifact(config, name, invocation)
         log("input", path=artifact.directory, digest=artifact.digest[:12])
         if name == "01_data":
-            sides = (artifact.counts["training"], artifact.counts["validation"])
-            tokens[name] = sum(row["tokens"] for side in sides for row in side.values())
-    return tokens
+            rows = TokenRows.load(artifact.path("rows.safetensors"))
+    return rows
 
 
 def show_table(table: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
@@ -200,17 +201,34 @@ def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> int:
     return _num_bytes(table)
 
 
-def _check_disk(config: Config, counted_tokens: int | None) -> None:
-    """Hidden-state bytes against the disk: of 01's tokens, or of the most the sources can give."""
-    token_bytes = bytes_per_token(
-        len(config.capture.aux_layer_ids), config.drafter.hidden_size, config.verifier.dtype
+def _check_disk(config: Config, wiring: Wiring, rows: TokenRows | None) -> None:
+    """Hidden-state bytes against the disk: of 01's rows, or of the most the sources can give."""
+    round_tokens = config.capture.round_tokens
+    if rows is not None:
+        plan = plan_shards(rows, config, wiring)
+        if round_tokens:
+            rounds = Rounds.now(plan, config)
+            log("rounds", **rounds.to_json())
+            plan = [shard for shard in plan if rounds.holds(shard)]
+        num_tokens = sum(shard.num_tokens for shard in plan)
+        needed_bytes = sum(shard.num_bytes for shard in plan)
+    else:
+        num_tokens = _most_tokens(config)
+        if num_tokens and round_tokens:  # and the validation rows, of which nothing is known yet
+            num_tokens = min(num_tokens, round_tokens)
+        length = config.data.max_length_tokens  # rows of that length, supervised throughout
+        row_bytes = bytes_of_rows(length, length, wiring, config.capture.state_dtype)
+        needed_bytes = (num_tokens or length) // length * row_bytes
+    log(
+        "hidden states",
+        bytes_per_token=round(needed_bytes / (num_tokens or config.data.max_length_tokens)),
+        plain=plain_bytes(config),
+        tokens=num_tokens or "unknown before 01",
     )
-    num_tokens = counted_tokens or _most_tokens(config)
-    log("hidden states", bytes_per_token=token_bytes, tokens=num_tokens or "unknown before 01")
     if num_tokens:
         require_room(
             config.run_dir / "02_hidden",
-            needed_bytes=num_tokens * token_bytes,
+            needed_bytes=needed_bytes,
             kept_bytes=0,
             budget_bytes=config.capture.disk_budget_bytes,
         )
@@ -226,9 +244,9 @@ def _most_tokens(config: Config) -> int | None:
     return sum(limits) * answers * config.data.max_length_tokens
 
 
-def _estimate_time(config: Config, stage: str, counted_tokens: int | None) -> None:
+def _estimate_time(config: Config, stage: str, rows: TokenRows | None) -> None:
     """Hours at the rates the config assumes; measured rates stand in each stage's log."""
-    num_tokens = counted_tokens or _most_tokens(config)
+    num_tokens = _most_tokens(config) if rows is None else len(rows.input_ids)
     rates = config.assumed_tokens_per_s
     work = {
         "01_data": (num_tokens, rates.generate),

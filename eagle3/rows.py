@@ -73,8 +73,12 @@ class TokenRows:
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids and loss mask of one row."""
-        here = slice(self.row_offsets[index], self.row_offsets[index + 1])
+        here = self.place(index)
         return self.input_ids[here], self.loss_mask[here]
+
+    def place(self, index: int) -> slice:
+        """Where one row lies among all tokens."""
+        return slice(self.row_offsets[index], self.row_offsets[index + 1])
 
     def save(self, path: Path) -> None:
         """Publish as one safetensors file, read back and compared."""

@@ -16,7 +16,7 @@ from .artifact import Artifact, open_artifact, require_same
 from .config import Config
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, OutdatedError, PipelineError, StaleInputError
 from .files import read_note
-from .fingerprint import STAGES, is_verdict
+from .fingerprint import ROUNDS, STAGES, is_verdict
 from .locks import holders
 from .manifest import FINGERPRINT, MANIFEST, read_fingerprint
 from .progress import PROGRESS
@@ -63,7 +63,9 @@ def next_step(
 ) -> tuple[str, dict[str, Any]]:
     """The last line of every script and of the status: what comes next, and the command to type."""
     for name, found in states.items():
-        if found.command and all(states[up].state == DONE for up in STAGES[name].inputs):
+        inputs = STAGES["04_train" if _in_rounds(config, name) else name].inputs
+        unmade = [up for up in inputs if states[up].state != DONE and up != name]
+        if found.command and not unmade:
             return "next", {"command": found.command}
     for name, found in states.items():
         if found.state == RUNNING:
@@ -79,7 +81,8 @@ def _look_at(
     states: dict[str, StageState],
 ) -> StageState:
     spec, directory = STAGES[name], config.run_dir / name
-    command = invocation.command(spec.script)
+    in_rounds = _in_rounds(config, name)
+    command = invocation.command(ROUNDS if in_rounds else spec.script)
     finished = (directory / MANIFEST).is_file()
     at_work = [] if finished else holders(config.run_dir, name)
     if not finished and not at_work and not (directory / FINGERPRINT).is_file():
@@ -87,6 +90,8 @@ def _look_at(
     wrong = _what_is_wrong(config, name, invocation, opened, states)
     if at_work:
         return StageState(name, RUNNING, (*_progress(directory, at_work), *wrong.why))
+    if finished and in_rounds and wrong.state == DONE:
+        return _rounds(config, opened[name], command)
     if wrong.state != DONE or finished:
         return wrong
     failed = [
@@ -95,7 +100,7 @@ def _look_at(
         if note["code"] not in (EXIT_DONE, EXIT_INTERRUPTED)
     ]
     if not failed:
-        why = (*_progress(directory, []), _how_it_ended(directory))
+        why = (*_progress(directory, []), _how_it_ended(directory, in_rounds))
         return StageState(name, PARTIAL, why, command)
     note = failed[0]
     why = [f"exit {note['code']}: {note['error']}", f"where: {note['where']}"]
@@ -117,7 +122,10 @@ def _what_is_wrong(
     """Whether what is on disk, finished or not, is what the config asks for: "done" if so."""
     spec, directory = STAGES[name], config.run_dir / name
     unmade = [upstream for upstream in spec.inputs if states[upstream].state != DONE]
-    if unmade:
+    if unmade == ["02_hidden"] and _in_rounds(config, name) and states[unmade[0]].state != STALE:
+        if "02_hidden" not in opened:  # it frees and captures: compared once it has
+            return StageState(name, DONE)
+    elif unmade:
         why = tuple(f"its input {upstream} is {states[upstream].state}" for upstream in unmade)
         return StageState(name, STALE, why)
     try:
@@ -156,11 +164,29 @@ def _progress(directory: Path, at_work: list[str]) -> list[str]:
     return [*lines, *silent]
 
 
-def _how_it_ended(directory: Path) -> str:
+def _in_rounds(config: Config, name: str) -> bool:
+    """Whether a stage's work goes round by round (``retention``)."""
+    return config.capture.round_tokens is not None and name in ("02_hidden", "04_train")
+
+
+def _rounds(config: Config, found: Artifact, command: str) -> StageState:
+    """A stage that is published and may have more to do: 02, until every round is trained."""
+    name, rounds = found.manifest["stage"], found.manifest["results"].get("rounds")
+    if rounds is None or rounds["trained"] == rounds["total"]:
+        return StageState(name, DONE)
+    why = f"{rounds['trained']} of {rounds['total']} rounds were trained when it looked, " + (
+        "on disk: {} to {}".format(*rounds["on_disk"])
+    )
+    return StageState(name, PARTIAL, (why,), "" if holders(config.run_dir, "04_train") else command)
+
+
+def _how_it_ended(directory: Path, in_rounds: bool) -> str:
     codes = {note["code"] for _, note in _notes(directory, ENDED)}
     if EXIT_INTERRUPTED in codes:
         return "stopped"
-    return "the parts of other workers are missing" if codes else "ended without a word: killed?"
+    if not codes:
+        return "ended without a word: killed?"
+    return f"the parts of {'other rounds' if in_rounds else 'other workers'} are missing"
 
 
 def _notes(directory: Path, what: str) -> list[tuple[Path, dict[str, Any]]]:

@@ -1,38 +1,36 @@
-"""Hidden states on disk: shards of whole rows, flat tensors plus row offsets.
+"""Hidden states on disk: shards are filled by the worker, and read row by row.
 
-A shard is one safetensors file, readable row by row without the rest:
-
-    input_ids           int32 [num_tokens]                   tokens the engine itself ran
-    row_ids             int64 [num_rows]                     indices into 01's rows
-    row_offsets         int64 [num_rows + 1]
-    row_checksums       int64 [num_rows]                     XXH3 of all a row has in this file
-    aux_hidden_states   dtype [num_tokens, num_aux, hidden]  entering each aux layer, ascending
-    last_hidden_states  dtype [num_tokens, hidden]           last layer's output, before the norm
-
-States are far too many to be read whole before training starts, so each row carries a checksum
-and every reading of it is compared: XXH3 runs at memory speed, where SHA-256 of the file would
-take as long as the states take to train on. The manifest has the SHA-256 besides.
-
-The worker imports this module inside vLLM's processes: keep its imports few.
+``shard_layout`` says what a shard holds. The worker imports this module inside vLLM's processes:
+keep its imports few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 
 from .errors import GateError, StaleInputError
 from .files import write_tensors
+from .shard_layout import (
+    AUX,
+    FINAL,
+    LAST,
+    SCALES,
+    StateDtype,
+    decode,
+    encode,
+    kept_offsets,
+    require_sizes,
+    row_checksum,
+    row_parts,
+)
 
-# safetensors' JSON of the six tensors takes about 500.
-_MAX_HEADER_BYTES = 1024
-_CAPTURE = "02_gen_hidden_states.py"
+_WHOLE = ("row_ids", "row_offsets", "row_checksums", "input_ids", "has_last_state")  # in memory
 
 
 @dataclass
@@ -40,15 +38,11 @@ class ShardBuffer:
     """Host memory one shard is filled into, by position, as the engine computes it.
 
     Attributes:
-        row_ids, row_offsets: as in the file; request i of the engine is row i.
+        tensors: the file's, by name; request i of the engine is row i.
         filled: bool ``[num_tokens]``, positions written so far.
     """
 
-    row_ids: torch.Tensor
-    row_offsets: torch.Tensor
-    input_ids: torch.Tensor
-    aux_hidden_states: torch.Tensor
-    last_hidden_states: torch.Tensor
+    tensors: dict[str, torch.Tensor]
     filled: torch.Tensor
 
     @classmethod
@@ -60,32 +54,60 @@ class ShardBuffer:
         num_aux: int,
         hidden_size: int,
         dtype: torch.dtype,
+        has_last_state: torch.Tensor | None = None,
+        state_dtype: StateDtype = "exact",
     ) -> ShardBuffer:
+        """A buffer for some rows.
+
+        Args:
+            dtype: the verifier's.
+            has_last_state: bool ``[num_tokens]``, each row's last token among them; all by default.
+        """
         lengths = torch.tensor([0, *lengths_tokens], dtype=torch.int64)
-        num_tokens = int(lengths.sum())
-        return cls(
-            row_ids=torch.tensor(row_ids, dtype=torch.int64),
-            row_offsets=lengths.cumsum(0),
-            input_ids=torch.zeros(num_tokens, dtype=torch.int32),
-            aux_hidden_states=torch.zeros(num_tokens, num_aux, hidden_size, dtype=dtype),
-            last_hidden_states=torch.zeros(num_tokens, hidden_size, dtype=dtype),
-            filled=torch.zeros(num_tokens, dtype=torch.bool),
-        )
+        num_tokens, num_rows = int(lengths.sum()), len(row_ids)
+        if has_last_state is None:
+            has_last_state = torch.ones(num_tokens, dtype=torch.bool)
+        tensors = {
+            "row_ids": torch.tensor(row_ids, dtype=torch.int64),
+            "row_offsets": lengths.cumsum(0),
+            "row_checksums": torch.zeros(num_rows, dtype=torch.int64),
+            "input_ids": torch.zeros(num_tokens, dtype=torch.int32),
+            "has_last_state": has_last_state,
+            FINAL: torch.zeros(num_rows, hidden_size, dtype=dtype),
+        }
+        for suffix, part in encode(torch.zeros(hidden_size, dtype=dtype), state_dtype).items():
+            tensors[AUX + suffix] = part.new_zeros(num_tokens, num_aux, len(part))
+            tensors[LAST + suffix] = part.new_zeros(int(has_last_state.sum()), len(part))
+        return cls(tensors, torch.zeros(num_tokens, dtype=torch.bool))
+
+    @property
+    def row_offsets(self) -> torch.Tensor:
+        return self.tensors["row_offsets"]
 
     def put(
         self, places: torch.Tensor, input_ids: torch.Tensor, states: list[torch.Tensor]
     ) -> None:
-        """Write what one engine step computed.
+        """Write what one engine step computed; states are encoded where they lie.
 
         Args:
             places: int64 ``[n]``, flat positions in the shard.
             input_ids: int32 ``[n]``.
             states: the aux states in ascending layer order, then the last state, each ``[n, H]``.
         """
-        for slot, state in enumerate(states[:-1]):
-            self.aux_hidden_states[places, slot] = state.to("cpu")
-        self.last_hidden_states[places] = states[-1].to("cpu")
-        self.input_ids[places] = input_ids.to("cpu")
+        tensors, (*aux_states, last_states) = self.tensors, states
+        state_dtype = "int8" if AUX + SCALES in tensors else "exact"
+        tensors["input_ids"][places] = input_ids.to("cpu")
+        for slot, state in enumerate(aux_states):
+            for suffix, part in encode(state, state_dtype).items():
+                tensors[AUX + suffix][places, slot] = part.to("cpu")
+        has_last_state = tensors["has_last_state"]
+        kept = has_last_state[places]
+        slots = has_last_state.cumsum(0)[places[kept]] - 1
+        for suffix, part in encode(last_states[kept.to(last_states.device)], state_dtype).items():
+            tensors[LAST + suffix][slots] = part.to("cpu")
+        rows = torch.searchsorted(self.row_offsets, places, right=True) - 1
+        is_final = places == self.row_offsets[rows + 1] - 1
+        tensors[FINAL][rows[is_final]] = last_states[is_final.to(last_states.device)].to("cpu")
         self.filled[places] = True
 
     def publish(self, path: Path) -> None:
@@ -99,59 +121,52 @@ class ShardBuffer:
         missing = int((~self.filled).sum())
         if missing:
             raise ValueError(f"{missing} of {len(self.filled)} positions were never computed")
-        for name in ("aux_hidden_states", "last_hidden_states"):
-            finite = torch.isfinite(getattr(self, name)).flatten(1).all(1)
-            if not finite.all():
-                place = int((~finite).nonzero()[0])
-                row = int(torch.searchsorted(self.row_offsets, place, right=True)) - 1
-                raise GateError(
-                    "the verifier computed a state that is not finite",
-                    where=f"{path}: {name} of row {int(self.row_ids[row])}",
-                    expected="finite states",
-                    found=f"{int((~finite).sum())} positions of the shard with NaN or infinity",
-                    fix="check the verifier's weights and verifier.dtype (float16 overflows)",
-                )
-        tensors = {
-            "input_ids": self.input_ids,
-            "row_ids": self.row_ids,
-            "row_offsets": self.row_offsets,
-            "row_checksums": torch.tensor([self._checksum(i) for i in range(len(self.row_ids))]),
-            "aux_hidden_states": self.aux_hidden_states,
-            "last_hidden_states": self.last_hidden_states,
-        }
+        self._require_finite(path)
+        tensors, row_ids = self.tensors, self.tensors["row_ids"]
+        kept = kept_offsets(tensors["has_last_state"], self.row_offsets)
+        for index, row_id in enumerate(row_ids.tolist()):
+            parts = row_parts(tensors, index, self.row_offsets, kept)
+            tensors["row_checksums"][index] = row_checksum(row_id, parts)
 
         def validate(partial: Path) -> None:
             shard = Shard.open(partial)
-            assert torch.equal(shard.row_ids, self.row_ids)
+            assert torch.equal(shard.row_ids, row_ids)
             for index in range(shard.num_rows):
                 shard.row(index)
 
         write_tensors(path, tensors, validate=validate)
 
-    def _checksum(self, index: int) -> int:
-        here = slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
-        return row_checksum(
-            int(self.row_ids[index]),
-            self.input_ids[here],
-            self.aux_hidden_states[here],
-            self.last_hidden_states[here],
-        )
-
-
-def row_checksum(row_id: int, *tensors: torch.Tensor) -> int:
-    """Signed 64-bit XXH3 of a row's stored tensors end to end, its id the seed.
-
-    A bit that flipped shows, and so do offsets that moved, or another row in this one's place.
-    """
-    digest = xxhash.xxh3_64(seed=row_id)
-    for tensor in tensors:
-        digest.update(tensor.view(torch.uint8).numpy())
-    return int.from_bytes(digest.digest(), "big", signed=True)
+    def _require_finite(self, path: Path) -> None:
+        everywhere = torch.arange(len(self.filled))
+        for name, places in (
+            (AUX, everywhere),
+            (LAST, everywhere[self.tensors["has_last_state"]]),
+            (FINAL, self.row_offsets[1:] - 1),
+        ):
+            # Codes are finite; where a state was not, their scale is not.
+            values = self.tensors.get(name + SCALES, self.tensors[name])
+            finite = torch.isfinite(values).flatten(1).all(1)
+            if not finite.all():
+                place = places[~finite][0]
+                row = int(torch.searchsorted(self.row_offsets, place, right=True)) - 1
+                raise GateError(
+                    "the verifier computed a state that is not finite",
+                    where=f"{path}: {name} of row {int(self.tensors['row_ids'][row])}",
+                    expected="finite states",
+                    found=f"{int((~finite).sum())} positions of the shard with NaN or infinity",
+                    fix="check the verifier's weights and verifier.dtype (float16 overflows)",
+                )
 
 
 @dataclass(frozen=True)
 class CapturedRow:
-    """One row: tokens int64 ``[n]``, aux states ``[n, num_aux, H]``, last states ``[n, H]``."""
+    """One row.
+
+    Attributes:
+        input_ids: int64 ``[n]``.
+        aux_hidden_states: ``[n, num_aux, H]``, the verifier's dtype.
+        last_hidden_states: ``[n, H]``; NaN where none is kept, so that a use of it shows.
+    """
 
     row_id: int
     input_ids: torch.Tensor
@@ -166,10 +181,11 @@ class Shard:
     path: Path
     row_ids: torch.Tensor
     row_offsets: torch.Tensor
+    kept_offsets: torch.Tensor
     row_checksums: torch.Tensor
     input_ids: torch.Tensor
     script: str
-    _file: Any
+    _tensors: Mapping[str, Any]
 
     @classmethod
     def open(cls, path: Path, script: str = "") -> Shard:
@@ -183,22 +199,14 @@ class Shard:
         """
         try:
             file = safe_open(path, framework="pt")
-            row_ids, offsets = file.get_tensor("row_ids"), file.get_tensor("row_offsets")
-            num_tokens = int(offsets[-1])
-            shapes = {
-                name: file.get_slice(name).get_shape()[0]
-                for name in ("input_ids", "aux_hidden_states", "last_hidden_states")
-            }
-            if any(size != num_tokens for size in shapes.values()):
-                raise ValueError(f"row_offsets end at {num_tokens}, tensors hold {shapes}")
-            checksums = file.get_tensor("row_checksums")
-            if not len(row_ids) == len(checksums) == len(offsets) - 1:
-                raise ValueError("row_ids, row_checksums and row_offsets are of different lengths")
+            tensors = {name: file.get_slice(name) for name in file.keys()}
+            row_ids, offsets, checksums, input_ids, has_last_state = map(file.get_tensor, _WHOLE)
             if int(offsets[0]) != 0 or bool((offsets.diff() <= 0).any()):
                 raise ValueError("row_offsets do not ascend from 0")
-            return cls(
-                path, row_ids, offsets, checksums, file.get_tensor("input_ids"), script, file
-            )
+            shapes = {name: tensor.get_shape() for name, tensor in tensors.items()}
+            require_sizes(shapes, int(offsets[-1]), int(has_last_state.sum()))
+            kept = kept_offsets(has_last_state, offsets)
+            return cls(path, row_ids, offsets, kept, checksums, input_ids, script, tensors)
         except (SafetensorError, OSError, ValueError) as error:
             raise StaleInputError(
                 "a hidden-state shard cannot be read",
@@ -218,16 +226,14 @@ class Shard:
         return len(self.input_ids)
 
     def row(self, index: int) -> CapturedRow:
-        """Read one row.
+        """Read one row, decoded.
 
         Raises:
             StaleInputError: it is not what was captured.
         """
-        begin, end = int(self.row_offsets[index]), int(self.row_offsets[index + 1])
-        row_id, input_ids = int(self.row_ids[index]), self.input_ids[begin:end]
-        aux_states = self._file.get_slice("aux_hidden_states")[begin:end]
-        last_states = self._file.get_slice("last_hidden_states")[begin:end]
-        found = row_checksum(row_id, input_ids, aux_states, last_states)
+        row_id = int(self.row_ids[index])
+        parts = row_parts(self._tensors, index, self.row_offsets, self.kept_offsets)
+        found = row_checksum(row_id, parts)
         if found != int(self.row_checksums[index]):
             raise StaleInputError(
                 "a captured row changed on disk",
@@ -237,57 +243,21 @@ class Shard:
                 fix=f"remove {self.path}: it alone is made again",
                 script=self.script,
             )
-        return CapturedRow(row_id, input_ids.long(), aux_states, last_states)
+        final, input_ids = parts[FINAL][0], parts["input_ids"].long()
+        last_states = final.new_full((len(input_ids), len(final)), float("nan"))
+        last_states[parts["has_last_state"]] = decode(parts, LAST, final.dtype)
+        return CapturedRow(row_id, input_ids, decode(parts, AUX, final.dtype), last_states)
 
     def final_states(self) -> torch.Tensor:
-        """Last state of every row's last token, ``[num_rows, H]``."""
-        last = self._file.get_slice("last_hidden_states")
-        return torch.cat([last[int(end) - 1 : int(end)] for end in self.row_offsets[1:]])
+        """Last state of every row's last token, as computed, ``[num_rows, H]``."""
+        return self._tensors[FINAL][:]
 
-
-def open_all(artifact: Any) -> list[Shard]:
-    """Every shard of 02's artifact, in order, each with the rows its place says.
-
-    Raises:
-        StaleInputError: one cannot be read, or holds other rows.
-    """
-    shards, begin = [], 0
-    for name in shard_names(artifact.manifest["files"]):
-        shard = Shard.open(artifact.path(name), _CAPTURE)
-        end = begin + shard.num_rows
-        if shard.row_ids.tolist() != list(range(begin, end)):
-            raise StaleInputError(
-                "a shard holds other rows than its place says",
-                where=shard.path,
-                expected=f"rows {begin} to {end - 1}",
-                found=f"rows {int(shard.row_ids.min())} to {int(shard.row_ids.max())}: "
-                "shards were swapped, or their row ids changed",
-                fix=f"remove {shard.path}: it alone is made again",
-                script=_CAPTURE,
-            )
-        shards.append(shard)
-        begin = end
-    return shards
-
-
-def shard_names(names: Any) -> Iterator[str]:
-    """Names of the shard files among an artifact's file names."""
-    return (name for name in sorted(names) if name.endswith(".safetensors"))
-
-
-def shard_bytes(num_rows: int, num_tokens: int, token_bytes: int) -> int:
-    """What a shard takes on disk, at most: states, ids, offsets, checksums and the header.
-
-    Args:
-        token_bytes: as ``bytes_per_token`` says.
-    """
-    return num_tokens * token_bytes + 8 * (3 * num_rows + 1) + _MAX_HEADER_BYTES
-
-
-def bytes_per_token(num_aux: int, hidden_size: int, dtype: str) -> int:
-    """Disk a captured token takes: aux states, the last state, its id.
-
-    >>> bytes_per_token(3, 7168, "bfloat16")  # Kimi-K2.5: 57,344 of states
-    57348
-    """
-    return (num_aux + 1) * hidden_size * getattr(torch, dtype).itemsize + 4
+    def kept_final_states(self) -> torch.Tensor:
+        """The same where training would read it: among the last states kept, decoded."""
+        dtype = self.final_states().dtype
+        names = [name for name in (LAST, LAST + SCALES) if name in self._tensors]
+        ends = self.kept_offsets[1:].tolist()
+        kept = {
+            name: torch.cat([self._tensors[name][end - 1 : end] for end in ends]) for name in names
+        }
+        return decode(kept, LAST, dtype)

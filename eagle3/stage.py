@@ -42,6 +42,8 @@ class Stage:
         ranks: the processes of one ``accelerate launch``; the main one locks, compares, publishes.
         directory: ``runs/<name>/<stage>``.
         inputs: upstream artifacts by stage name.
+        in_rounds: what is published comes and goes (``retention``): the stage is entered again
+            though it is published, and known by what it is made from alone.
         done: the same work is already published; the script only says so and ends.
     """
 
@@ -49,6 +51,7 @@ class Stage:
     name: str
     invocation: Invocation
     ranks: Ranks = ALONE
+    in_rounds: bool = False
     inputs: dict[str, Artifact] = field(default_factory=dict)
     done: bool = False
 
@@ -149,7 +152,9 @@ class Stage:
             log("other gates: what was measured is kept and judged again", changed=error.found)
             self._reopen()
             return False
-        return True
+        if self.in_rounds:
+            self._reopen()
+        return not self.in_rounds
 
     def _reopen(self) -> None:
         """Make a finished stage an unfinished one, without its damaged files."""
@@ -201,7 +206,8 @@ class Stage:
                     "results": results or {},
                 }
                 seconds = time.time() - self._start_s
-                write_manifest(self.directory, made, files, checksums or {}, seconds)
+                identity = self.fingerprint if self.in_rounds else None
+                write_manifest(self.directory, made, files, checksums or {}, seconds, identity)
             self._opened = {}  # read anew, as the next stage will
             artifact = open_artifact(self.config, self.name, self.invocation, self._opened)
             discard(self._aside)

@@ -38,12 +38,19 @@ class CaptureWorker:
     """Methods added to vLLM's worker. TP rank 0 captures; the other ranks hold the same states."""
 
     def capture_begin(
-        self, layer_ids: list[int], row_ids: list[int], lengths_tokens: list[int]
+        self,
+        layer_ids: list[int],
+        row_ids: list[int],
+        lengths_tokens: list[int],
+        has_last_state: bytes,
+        state_dtype: str,
     ) -> None:
         """Start a shard: request ``str(i)`` of the engine is row i of the shard.
 
         Args:
             layer_ids: aux layer ids and then the last one (number of layers), ascending.
+            has_last_state: a byte a token, 1 where the last state is kept.
+            state_dtype: how aux and last states are kept (``shard_layout.StateDtype``).
         """
         runner = self.model_runner
         if not hasattr(self, "_capture"):
@@ -51,7 +58,8 @@ class CaptureWorker:
             runner.use_aux_hidden_state_outputs = True
             self._capture = _Capture(runner, num_layers=len(layer_ids))
         if self.rank == 0:
-            self._capture.begin(row_ids, lengths_tokens)
+            kept = torch.frombuffer(bytearray(has_last_state), dtype=torch.bool)
+            self._capture.begin(row_ids, lengths_tokens, kept, state_dtype)
 
     def capture_publish(self, path: str) -> None:
         """End the shard and write it in the background, while the next one is computed."""
@@ -75,7 +83,13 @@ class _Capture:
         self._execute_model = runner.execute_model
         runner.execute_model = self.execute_model
 
-    def begin(self, row_ids: list[int], lengths_tokens: list[int]) -> None:
+    def begin(
+        self,
+        row_ids: list[int],
+        lengths_tokens: list[int],
+        has_last_state: torch.Tensor,
+        state_dtype: str,
+    ) -> None:
         config = self.runner.model_config
         self.buffer = ShardBuffer.allocate(
             row_ids,
@@ -83,6 +97,8 @@ class _Capture:
             num_aux=self.num_layers - 1,
             hidden_size=config.get_hidden_size(),
             dtype=config.dtype,
+            has_last_state=has_last_state,
+            state_dtype=state_dtype,
         )
 
     def publish(self, path: Path) -> None:

@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eagle3.capture import plan_shards
 from eagle3.config import Config
 from eagle3.config_file import load_config
 from eagle3.contract import Wiring
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation
+from eagle3.shard_plan import PlannedShard, plan_shards
 from eagle3.shards import ShardBuffer
 from eagle3.stage import Stage
+from eagle3.verifier import Verifier
 from eagle3.vocab import VocabMap
 
 _FAVOURITE = 7  # the token that most rows are made of, and that the verifier predicts
@@ -41,33 +42,39 @@ def publish_rows(config_path: Path, num_rows: int, num_validation: int) -> Token
     return rows
 
 
-def publish_shards(config_path: Path, rows: TokenRows, shard_tokens: int) -> None:
+def publish_shards(config_path: Path, rows: TokenRows) -> None:
     """02: random states of the rows, the last one leaning to one token: that can be learned."""
     config, invocation = _open(config_path)
-    generator = torch.Generator().manual_seed(0)
     with Stage(config, "02_hidden", invocation) as stage:
         wiring = Wiring.at_capture(config, stage.verifier)
-        lean = stage.verifier.lm_head()[_FAVOURITE] / stage.verifier.final_norm()
-        lean = 2 * lean / lean.square().mean().sqrt()
-        plan = plan_shards(rows.lengths, shard_tokens, stage.directory)
-        for path, row_ids in plan.items():
-            buffer = ShardBuffer.allocate(
-                row_ids,
-                [int(rows.lengths[i]) for i in row_ids],
-                num_aux=len(wiring.aux_layer_ids),
-                hidden_size=wiring.hidden_size,
-                dtype=getattr(torch, wiring.dtype),
-            )
-            ids = torch.from_numpy(np.concatenate([rows.row(i)[0] for i in row_ids]))
-            size = (len(ids), wiring.hidden_size)
-            num_states = len(wiring.aux_layer_ids) + 1
-            states = [torch.randn(size, generator=generator) for _ in range(num_states)]
-            states[-1] += lean
-            buffer.put(
-                torch.arange(len(ids)), ids, [s.to(buffer.last_hidden_states) for s in states]
-            )
-            buffer.publish(path)
-        stage.commit(files=[path.name for path in plan], counts={}, wiring=wiring)
+        plan = plan_shards(rows, config, wiring)
+        for shard in plan:
+            publish_shard(stage.directory, shard, rows, wiring, stage.verifier)
+        stage.commit(files=[shard.name for shard in plan], counts={}, wiring=wiring)
+
+
+def publish_shard(
+    directory: Path, shard: PlannedShard, rows: TokenRows, wiring: Wiring, verifier: Verifier
+) -> None:
+    """One shard of such states, the same whenever it is made."""
+    lean = verifier.lm_head()[_FAVOURITE] / verifier.final_norm()
+    buffer = ShardBuffer.allocate(
+        shard.row_ids,
+        [int(rows.lengths[i]) for i in shard.row_ids],
+        num_aux=len(wiring.aux_layer_ids),
+        hidden_size=wiring.hidden_size,
+        dtype=getattr(torch, wiring.dtype),
+        has_last_state=torch.from_numpy(shard.has_last_state),
+        state_dtype=shard.state_dtype,
+    )
+    generator = torch.Generator().manual_seed(shard.row_ids[0])
+    size = (len(wiring.aux_layer_ids) + 1, shard.num_tokens, wiring.hidden_size)
+    states = torch.randn(size, generator=generator)
+    states[-1] += 2 * lean / lean.square().mean().sqrt()
+    ids = torch.from_numpy(np.concatenate([rows.row(i)[0] for i in shard.row_ids]))
+    states = states.to(getattr(torch, wiring.dtype))
+    buffer.put(torch.arange(len(ids)), ids, list(states))
+    buffer.publish(directory / shard.name)
 
 
 def publish_vocab(config_path: Path) -> None:

@@ -23,6 +23,6 @@ def test_examples(name):
 
 def test_the_sequence_conventions_have_examples():
     """Where an off-by-one would be silent, there is an example to read."""
-    for name in ("contract", "batches", "acceptance", "capture", "predict"):
+    for name in ("contract", "batches", "acceptance", "shard_plan", "predict"):
         module = importlib.import_module(f"eagle3.{name}")
         assert doctest.testmod(module, extraglobs={"np": np, "torch": torch}).attempted, name

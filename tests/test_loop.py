@@ -82,7 +82,7 @@ def trainer(reader: RowReader, directory: Path, **changes) -> Trainer:
     row_ids, dropped = trainable_rows(reader.rows)
     assert dropped == {"validation": 8, "nothing_supervised": 0}
     validation = plan_epoch(range(32, 40), reader.rows.lengths, 64, 0)
-    return Trainer(section, step, reader, row_ids, validation, directory)
+    return Trainer(section, step, reader, [row_ids], validation, directory)
 
 
 def final(run: Trainer) -> tuple:

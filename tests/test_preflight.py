@@ -170,7 +170,7 @@ def test_node_that_fits_and_one_that_does_not(kimi_dir, tmp_path):
     environment = fake_driver(tmp_path / "h200", 8, 143_771)
     code, screen = run("02_gen_hidden_states.py", kimi_dir, environment=environment)
     assert code == 0, screen
-    assert "bytes_per_token=57348" in screen and "weights='69.3 GiB'" in screen
+    assert "bytes_per_token=57353 plain=57344" in screen and "weights='69.3 GiB'" in screen
     assert re.search(r"time at_most_tokens=819200 assumed_tokens_per_s=20000 hours=0\.01", screen)
     environment = fake_driver(tmp_path / "a100", 8, 81_920)
     code, screen = run("02_gen_hidden_states.py", kimi_dir, environment=environment)

@@ -85,7 +85,7 @@ def made(tiny_verifier_dir, tmp_path_factory) -> Run:
         open_drafters_verifier(verifier_dir), num_key_value_heads=4, rope_scaling=YARN
     )
     rows = publish_rows(path, 12, 4)
-    publish_shards(path, rows, 200)
+    publish_shards(path, rows)
     run = Run(path, drafter)
     invocation = Invocation("test", path, (), check=False, redo=False)
     with Stage(run.config, "03_vocab", invocation) as stage:

@@ -107,7 +107,7 @@ def inputs(tmp_path_factory, tiny_verifier_dir):
     write = config_writer(directory, tiny_verifier_dir)
     config = write(SETTINGS)
     rows = publish_rows(config, num_rows=120, num_validation=16)
-    publish_shards(config, rows, shard_tokens=600)
+    publish_shards(config, rows)
     publish_vocab(config)
     return config
 
