@@ -131,13 +131,17 @@ def last_states_kept(rows: TokenRows) -> np.ndarray:
     return kept
 
 
-def open_states(hidden: Artifact, rows: TokenRows, config: Config) -> list[Shard]:
-    """Every shard that 02 has on disk now.
+def open_states(
+    hidden: Artifact, rows: TokenRows, config: Config, *, only_validation: bool = False
+) -> list[Shard]:
+    """Every shard that 02 has on disk now, or those of the validation rows.
 
     Raises:
         StaleInputError: one cannot be read, or holds other rows than it should.
     """
     plan = plan_shards(rows, config, hidden.wiring)
+    if only_validation:
+        plan = [shard for shard in plan if shard.round_index is None]
     return open_shards(hidden, [s for s in plan if s.name in hidden.manifest["files"]])
 
 
