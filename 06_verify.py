@@ -47,7 +47,7 @@ from eagle3.report_page import show, write
 from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 from eagle3.serve import PromptSet, serve_with, serve_without
-from eagle3.shard_plan import open_shards, plan_shards
+from eagle3.shard_plan import open_states
 from eagle3.stage import Stage
 from eagle3.vocab import forced_ids
 
@@ -123,9 +123,8 @@ def verify(
     validation = None
     if hidden.wiring.aux_layer_ids == published.aux_layer_ids:
         rows = TokenRows.load(data.path("rows.safetensors"))
-        plan = [s for s in plan_shards(rows, config, hidden.wiring) if s.round_index is None]
-        answers = validation_answers(open_shards(hidden, plan), rows)
-        total = num_validation_answers(rows)
+        shards = open_states(hidden, rows, config, only_validation=True)
+        answers, total = validation_answers(shards, rows), num_validation_answers(rows)
         validation = predict("validation", replay, answers, total, num_drafted)
     else:
         log("validation rows are not replayed: 02 captured other layers than this drafter reads")
