@@ -148,7 +148,9 @@ class Trainer:
             if stop and self.done_steps < len(self.plan):
                 raise Interrupted
         progress.close()
-        self.accelerator.end_training()
+        # Not end_training(): it ends the processes' groups, and publishing is still to come.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def _batches(self) -> Iterator[Any]:
         """What is left of the plan, laid out; the time spent waiting for it is counted."""
