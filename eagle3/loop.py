@@ -165,7 +165,8 @@ class Trainer:
             if stop and self.done_steps < len(self.plan):
                 raise Interrupted
         progress.close()
-        for tracker in self.accelerator.trackers:  # end_training() would end the processes' groups too
+        # Not end_training(): it ends the processes' groups, and publishing is still to come.
+        for tracker in self.accelerator.trackers:
             tracker.finish()
 
     def _batches(self) -> Iterator[Any]:
