@@ -1,14 +1,15 @@
-"""One run of all six scripts that nobody disturbed, to copy from and to compare with."""
+"""A run that nobody disturbed, to copy from and to compare with."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,31 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
 class Undisturbed:
-    """Where it lies, and how each of its stages lived."""
+    """A run whose stages are made when they are asked for, and how each of them lived."""
 
-    directory: Path
-    lives: dict[str, Life]
+    def __init__(self, config: Path, warm: Path) -> None:
+        self.config, self.warm = config, warm
+        self.directory = config.parent / "runs" / "tiny"
+        self._lives: dict[str, Life] = {}
+
+    def life(self, stage: str) -> Life:
+        """Of a stage; those it needs are made before it."""
+        for name in _up_to(stage):
+            if name not in self._lives:
+                self._lives[name] = Run(self.config, name, self.warm).measure()
+                print(f"{name}: {self._lives[name]}")
+        return self._lives[stage]
+
+    def __getitem__(self, stage: str) -> Path:
+        """A stage's directory, finished."""
+        self.life(stage)
+        return self.directory / stage
+
+
+def _up_to(stage: str) -> list[str]:
+    names = list(STAGES)
+    return names[: names.index(stage) + 1]
 
 
 @pytest.fixture(scope="session")
@@ -54,26 +74,21 @@ def warm() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tiny_verifier_dir, tmp_path_factory, warm) -> Undisturbed:
-    """Started cold; the lives are those of a second run, started warm as those that are killed."""
-    directories, lives = [], {}
-    for name in ("undisturbed", "measured"):
-        config = config_writer(tmp_path_factory.mktemp(name), tiny_verifier_dir)(SETTINGS)
-        directories.append(config.parent / "runs" / "tiny")
-        for stage in STAGES:
-            if name == "undisturbed":
-                Run(config, stage).finish()
-            else:
-                lives[stage] = Run(config, stage, warm=warm).measure()
-    print(*(f"{name}: {life}" for name, life in lives.items()), sep="\n")
-    return Undisturbed(directories[0], lives)
+    directory = tmp_path_factory.mktemp("undisturbed")
+    return Undisturbed(config_writer(directory, tiny_verifier_dir)(SETTINGS), warm)
 
 
 @pytest.fixture
 def start_from(undisturbed, tiny_verifier_dir, tmp_path, warm) -> Callable[..., Run]:
-    """``start_from(stage, overrides)``: a run whose stages before that one are done."""
+    """``start_from(stage)``: a run of one's own whose stages before that one are done."""
 
-    def start_from(stage: str, overrides: dict | None = None, directory: Path = tmp_path) -> Run:
+    def start_from(
+        stage: str, overrides: dict[str, Any] | None = None, directory: Path = tmp_path
+    ) -> Run:
         config = config_writer(directory, tiny_verifier_dir)({**SETTINGS, **(overrides or {})})
-        return Run(config, stage, undisturbed.directory, warm)
+        run = Run(config, stage, warm)
+        for name in _up_to(stage)[:-1]:
+            shutil.copytree(undisturbed[name], run.stage.parent / name)
+        return run
 
     return start_from

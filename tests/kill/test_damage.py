@@ -97,9 +97,9 @@ def test_typing_what_the_screen_says_mends_it(stage, start_from, undisturbed):
     assert {
         str(damaged / name) for damage, name in DAMAGE[stage] if damage in (flip, edit)
     } <= named
-    assert_equal(damaged, undisturbed.directory / stage)
+    assert_equal(damaged, undisturbed[stage])
     if reader not in ("01_data", "06_verify"):
-        assert_equal(run.stage, undisturbed.directory / reader)
+        assert_equal(run.stage, undisturbed[reader])
     if stage == "02_hidden":
         shards = {path: inode for path, inode in sound.items() if path.suffix == ".safetensors"}
         assert shards and {path: path.stat().st_ino for path in shards} == shards
@@ -125,7 +125,7 @@ def test_06_measures_again_only_what_is_damaged(undisturbed, start_from):
     run = start_from("06_verify")
     import shutil
 
-    shutil.copytree(undisturbed.directory / "06_verify", run.stage)
+    shutil.copytree(undisturbed["06_verify"], run.stage)
     files = json.loads((run.stage / "manifest.json").read_text())["files"]
     served = next(name for name in files if name.startswith("served_"))
     kept = {name: (run.stage / name).stat().st_ino for name in files if "baseline_" in name}

@@ -58,9 +58,9 @@ def disk(tmp_path):
 def test_a_full_disk_stops_a_stage_and_costs_nothing(stage, disk, undisturbed, start_from):
     run = start_from(stage, directory=disk.directory)
     config = disk.directory / "config.yaml"
-    files = (undisturbed.directory / stage).rglob("*")
+    files = undisturbed[stage].rglob("*")
     stage_bytes = sum(path.stat().st_size for path in files if path.is_file())
-    moment = Moment.draw(random.Random(stage), undisturbed.lives[stage], 0.5)
+    moment = Moment.draw(random.Random(stage), undisturbed.life(stage), 0.5)
     codes = []
     for share in (0, 0.4, 0.8, None):  # of what the stage writes; None: filled up on the way
         if share is None:
@@ -84,7 +84,7 @@ def test_a_full_disk_stops_a_stage_and_costs_nothing(stage, disk, undisturbed, s
     disk.empty()
     run.finish()
     if stage not in ("01_data", "06_verify"):  # one samples, the other measures
-        assert_equal(run.stage, undisturbed.directory / stage)
+        assert_equal(run.stage, undisturbed[stage])
 
 
 def _open(config_path: Path, name: str) -> None:
@@ -96,7 +96,7 @@ def _open(config_path: Path, name: str) -> None:
 def test_the_disk_budget_holds_to_the_byte(start_from, undisturbed):
     """One byte less than 02 may need is refused before the engine starts; that much is enough."""
     run = start_from("02_hidden")
-    shards = list((undisturbed.directory / "02_hidden").glob("shard-*.safetensors"))
+    shards = list(undisturbed["02_hidden"].glob("shard-*.safetensors"))
     written_bytes = sum(path.stat().st_size for path in shards)
     key = "capture.disk_budget_bytes"
     code, screen = run("--set", f"{key}={written_bytes - 1}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 
 import pytest
@@ -29,7 +30,9 @@ def two_ranks(tiny_verifier_dir, tmp_path_factory):
 def test_two_ranks_end_as_if_nobody_had_been_killed(seed, two_ranks, tiny_verifier_dir, tmp_path):
     undisturbed, life = two_ranks
     config = config_writer(tmp_path, tiny_verifier_dir)(SETTINGS)
-    run = Run(config, "04_train", undisturbed.parent / "runs" / "tiny", launcher=LAUNCH)
+    run = Run(config, "04_train", launcher=LAUNCH)
+    for name in ("01_data", "02_hidden", "03_vocab"):
+        shutil.copytree(undisturbed.parent / "runs" / "tiny" / name, run.stage.parent / name)
     rng = random.Random(seed)
     for victim in rng.sample(["launcher", "rank 0", "rank 1"], 3):
         moment = Moment.draw(rng, life, 0.25)

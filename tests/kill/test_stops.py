@@ -22,7 +22,7 @@ pytestmark = pytest.mark.kill
 def test_a_stop_is_clean_and_the_same_command_goes_on(stage, how, start_from, undisturbed):
     run = start_from(stage)
     rng = random.Random(f"{stage} {how}")
-    moment = Moment.draw(rng, undisturbed.lives[stage], 0.5)
+    moment = Moment.draw(rng, undisturbed.life(stage), 0.5)
     print(f"{stage}, {how}: {moment}")
     process = run.reach(moment)
     if how == "Ctrl-C":  # a terminal signals all of its foreground processes
@@ -35,7 +35,7 @@ def test_a_stop_is_clean_and_the_same_command_goes_on(stage, how, start_from, un
     assert run.survivors() == {}
     run.finish()
     if stage not in ("01_data", "06_verify"):  # one samples, the other measures
-        assert_equal(run.stage, undisturbed.directory / stage)
+        assert_equal(run.stage, undisturbed[stage])
 
 
 @pytest.mark.parametrize("stage", STAGES)

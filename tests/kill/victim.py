@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -64,7 +63,6 @@ class Run:
     Args:
         config: beside it the run lives.
         stage: its name; ``01_data``, ...
-        upstream: a run directory whose earlier stages are copied.
         warm: the socket of a process to fork the script from, instead of starting it cold.
         launcher: words before the script's name, instead of the interpreter.
     """
@@ -73,7 +71,6 @@ class Run:
         self,
         config: Path,
         stage: str,
-        upstream: Path | None = None,
         warm: Path | None = None,
         launcher: Sequence[str] = (sys.executable,),
     ) -> None:
@@ -81,9 +78,6 @@ class Run:
         self.words = [STAGES[stage].script, str(config)]
         self.stage = config.parent / "runs" / "tiny" / stage
         self.mark, self.sessions = uuid.uuid4().hex, set[int]()
-        earlier = list(STAGES)[: list(STAGES).index(stage)]
-        for name in earlier if upstream else ():
-            shutil.copytree(upstream / name, self.stage.parent / name)
 
     def start(self, *flags: str) -> subprocess.Popen | WarmStart:
         """Start the script, the leader of a session and process group, as on a terminal."""
