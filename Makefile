@@ -3,6 +3,7 @@
 #   make setup   the environment alone (about 2 minutes, 4 GB)
 #   make demo    a working drafter for SmolLM2-135M on CPU: scripts 01 to 06
 #   make test    the tests
+#   make test-kill   kills, stops, full disks and damage on real stages, a hundred kills and more
 #
 # Every target may be interrupted and run again: what is finished is not done twice.
 
@@ -11,7 +12,7 @@ CONFIG = configs/smollm2_cpu.yaml
 SETUP_DONE = .venv/setup-done
 TORCH = $(shell grep '^torch==' requirements-cpu.txt)
 
-.PHONY: help setup demo test
+.PHONY: help setup demo test test-kill
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,3 +45,6 @@ demo: setup
 
 test: setup
 	.venv/bin/python -m pytest --durations=12 -m "not kill and not sabotage and not exhaustive"
+
+test-kill: setup
+	.venv/bin/python -m pytest --durations=12 -s -m kill

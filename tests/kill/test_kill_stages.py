@@ -2,8 +2,8 @@
 
     make test-kill
 
-Twenty kills a stage, each run killed five times before it may end. The seed is the test's
-parameter; each moment is printed.
+Twenty kills a stage, each run killed five times before it may end; a few of them are among the
+tests of `make test`. The seed is the test's parameter, and each moment is printed.
 """
 
 from __future__ import annotations
@@ -17,74 +17,61 @@ from pathlib import Path
 
 import pytest
 
-from eagle3.artifact import STAGES
-from tests.conftest import config_writer
-from tests.kill.victim import Life, Moment, Run, assert_equal
+from tests.kill.conftest import SETTINGS
+from tests.kill.victim import Moment, Run, assert_equal
 
-pytestmark = pytest.mark.kill
-KILLS_A_RUN = 5
-SEEDS = range(4)
-SETTINGS = {
-    "data.sources": [{"kind": "package", "name": "chitchat", "max_conversations": 250}],
-    "data.num_validation_prompts": 16,
-    "capture.shard_bytes": 1 << 17,
-    "train.num_epochs": 3,
-    "train.log_every_steps": 1,
-    "train.checkpoint_every_steps": 5,
-}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tiny_verifier_dir, tmp_path_factory) -> tuple[Path, dict[str, Life]]:
-    """A run of 01 to 05 that nobody killed, and how each of them lived."""
-    config = config_writer(tmp_path_factory.mktemp("undisturbed"), tiny_verifier_dir)(SETTINGS)
-    lives = {name: Run(config, name).measure() for name in list(STAGES)[:5]}
-    print(*(f"{name}: {life}" for name, life in lives.items()), sep="\n")
-    return config.parent / "runs" / "tiny", lives
+SEEDS = [pytest.param(seed, 5, id=f"seed{seed}", marks=pytest.mark.kill) for seed in range(4)]
+SAMPLE = pytest.param(0, 2, id="sample", marks=pytest.mark.slow)
 
 
 @pytest.fixture
-def kills(undisturbed, tiny_verifier_dir, tmp_path) -> Callable[..., Iterator[Run]]:
-    """``kills(stage, seed)``: a run killed again and again, handed over after each kill."""
-    directory, lives = undisturbed
+def kills(start_from, undisturbed) -> Callable[..., Iterator[Run]]:
+    """``kills(stage, seed, num_kills, share)``: a run killed again and again, handed over after
+    each kill.
 
-    def kills(stage: str, seed: int, share: float) -> Iterator[Run]:
+    ``share`` is the part of a stage's life the moments are drawn from: a stage that goes on where
+    it was killed must not be done before the last kill. If it is, it starts over: its directory is
+    gone when it is handed over.
+    """
+
+    def kills(stage: str, seed: int, num_kills: int, share: float) -> Iterator[Run]:
         rng = random.Random(f"{stage} {seed}")
-        config = config_writer(tmp_path, tiny_verifier_dir)(SETTINGS)
-        run = Run(config, stage, directory)
+        run = start_from(stage)
         num_done = 0
-        while num_done < KILLS_A_RUN:
-            moment = Moment.draw(rng, lives[stage], share)
+        while num_done < num_kills:
+            moment = Moment.draw(rng, undisturbed.life(stage), share)
             if run.kill(moment):
                 num_done += 1
                 print(f"{stage}, seed {seed}, kill {num_done}: {moment}")
-                yield run
-            else:  # done before: as good as any, and started over
+            else:
                 print(f"{stage}, seed {seed}: {moment} came too late")
                 shutil.rmtree(run.stage)
+            yield run
 
     return kills
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_01_keeps_every_answer(seed, kills, undisturbed):
+@pytest.mark.parametrize(("seed", "num_kills"), SEEDS)
+def test_01_keeps_every_answer(seed, num_kills, kills, undisturbed):
     """Sampled answers are drawn anew by another run, so the rows differ; those on disk stay."""
     kept: dict[str, str] = {}
-    for run in kills("01_data", seed, 0.3):
-        kept |= _answers(run.stage)
-        (run.stage / "answers").mkdir(exist_ok=True)
+    for run in kills("01_data", seed, num_kills, 0.3):
+        now = _answers(run.stage)
+        assert now.items() >= kept.items() or not run.stage.exists()
+        kept = now
     screen = run.finish()
     final = _answers(run.stage)
     assert {key: final[key] for key in kept} == kept
     if asked := re.search(r"answers to_come=(\d+) already_there=(\d+)", screen):
         assert int(asked[2]) == len(kept)
     found, expected = (
-        json.loads((d / "manifest.json").read_text())["counts"]
-        for d in (run.stage, undisturbed[0] / "01_data")
+        json.loads((stage / "manifest.json").read_text())["counts"]
+        for stage in (run.stage, undisturbed["01_data"])
     )
-    assert found["answers"]["asked"] == expected["answers"]["asked"]
     assert found["in"] == expected["in"]
-    assert not list(run.stage.rglob("*.partial"))
+    assert found["answers"]["asked"] == expected["answers"]["asked"]
+    names = {path.name for path in run.stage.iterdir()}
+    assert names == {path.name for path in undisturbed["01_data"].iterdir()}
 
 
 def _answers(stage: Path) -> dict[str, str]:
@@ -96,14 +83,14 @@ def _answers(stage: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_02_computes_no_proven_shard_again(seed, kills, undisturbed):
+@pytest.mark.parametrize(("seed", "num_kills"), [*SEEDS, SAMPLE])
+def test_02_computes_no_proven_shard_again(seed, num_kills, kills, undisturbed):
     proven: dict[str, int] = {}
-    for run in kills("02_hidden", seed, 0.3):
+    for run in kills("02_hidden", seed, num_kills, 0.3):
         records = {path.stem for path in run.stage.glob("shard-*.json")}
         shards = {path.stem: path.stat().st_ino for path in run.stage.glob("shard-*.safetensors")}
         now = {name: shards[name] for name in records}
-        assert now.items() >= proven.items()
+        assert now.items() >= proven.items() or not run.stage.exists()
         proven = now
         # One is being proven while the next one is written.
         partial = {path.name.split(".")[0] for path in run.stage.glob("shard-*.partial")}
@@ -111,24 +98,24 @@ def test_02_computes_no_proven_shard_again(seed, kills, undisturbed):
     run.finish()
     for name, inode in proven.items():
         assert (run.stage / f"{name}.safetensors").stat().st_ino == inode
-    assert_equal(run.stage, undisturbed[0] / "02_hidden")
+    assert_equal(run.stage, undisturbed["02_hidden"])
 
 
 @pytest.mark.parametrize("stage", ["03_vocab", "05_export"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_03_and_05(stage, seed, kills, undisturbed):
-    for run in kills(stage, seed, 1.0):
+@pytest.mark.parametrize(("seed", "num_kills"), SEEDS)
+def test_03_and_05_start_over(stage, seed, num_kills, kills, undisturbed):
+    for run in kills(stage, seed, num_kills, 0.9):
         pass
     run.finish()
-    assert_equal(run.stage, undisturbed[0] / stage)
+    assert_equal(run.stage, undisturbed[stage])
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_04_goes_on_from_its_last_checkpoint(seed, kills, undisturbed):
+@pytest.mark.parametrize(("seed", "num_kills"), [*SEEDS, SAMPLE])
+def test_04_goes_on_from_its_last_checkpoint(seed, num_kills, kills, undisturbed):
     last_step = 0
-    for run in kills("04_train", seed, 0.3):
+    for run in kills("04_train", seed, num_kills, 0.3):
         steps = [int(p.stem[5:]) for p in (run.stage / "checkpoints").glob("step-*.pt")]
-        assert max(steps, default=0) >= last_step
+        assert max(steps, default=0) >= last_step or not run.stage.exists()
         last_step = max(steps, default=0)
         lines = (run.stage / "metrics.jsonl").read_text().split("\n")[:-1] if steps else []
         trained = max((json.loads(line)["step"] for line in lines), default=0)
@@ -136,4 +123,4 @@ def test_04_goes_on_from_its_last_checkpoint(seed, kills, undisturbed):
     screen = run.finish()
     if last_step:
         assert re.search(rf"resumed .* step={last_step}/", screen)
-    assert_equal(run.stage, undisturbed[0] / "04_train")
+    assert_equal(run.stage, undisturbed["04_train"])

@@ -10,18 +10,23 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from eagle3.fingerprint import STAGES
+from tests.kill.warm import WarmStart
+
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ("01_data", "02_hidden", "03_vocab", "04_train", "05_export", "06_verify")
+MEASURED = ("tokens_per_s", "waiting_share")  # in lines of metrics.jsonl
 _MARK = "EAGLE3_TEST_RUN"  # in the environment of a script and of all that it starts
 
 
@@ -58,38 +63,53 @@ class Run:
     Args:
         config: beside it the run lives.
         stage: its name; ``01_data``, ...
-        upstream: a run directory whose earlier stages are copied.
+        warm: the socket of a process to fork the script from, instead of starting it cold.
         launcher: words before the script's name, instead of the interpreter.
     """
 
     def __init__(
-        self, config: Path, stage: str, upstream: Path | None = None, launcher: list[str] = []
+        self,
+        config: Path,
+        stage: str,
+        warm: Path | None = None,
+        launcher: Sequence[str] = (sys.executable,),
     ) -> None:
-        script = next(path.name for path in ROOT.glob(f"{stage[:2]}_*.py"))
-        self.words = [*(launcher or [sys.executable]), script, str(config)]
+        self.warm, self.launcher = warm, launcher
+        self.words = [STAGES[stage].script, str(config)]
         self.stage = config.parent / "runs" / "tiny" / stage
-        self.mark = uuid.uuid4().hex
-        for name in STAGES[: STAGES.index(stage)] if upstream else ():
-            shutil.copytree(upstream / name, self.stage.parent / name)
+        self.mark, self.sessions = uuid.uuid4().hex, set[int]()
 
-    def start(self) -> subprocess.Popen:
-        """Start the script, the leader of a process group as on a terminal."""
-        return subprocess.Popen(
-            self.words,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _MARK: self.mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+    def start(self, *flags: str) -> subprocess.Popen | WarmStart:
+        """Start the script, the leader of a session and process group, as on a terminal."""
+        words = [*self.words, *flags]
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), _MARK: self.mark}
+        environment = {**os.environ, **environment}
+        if self.warm is not None:
+            process = WarmStart(self.warm, words, environment)
+        else:
+            process = subprocess.Popen(
+                [*self.launcher, *words],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+        self.sessions.add(process.pid)
+        return process
+
+    def __call__(self, *flags: str) -> tuple[int, str]:
+        """Run the script to its end: its exit code and what it said."""
+        process = self.start(*flags)
+        screen = process.communicate(timeout=300)[0]
+        return process.returncode, screen
 
     def finish(self) -> str:
-        """Run the script to its end; what it said."""
-        process = self.start()
-        screen = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, screen[-6000:]
+        """Run the script to a good end; what it said."""
+        code, screen = self()
+        assert code == 0, screen[-6000:]
         return screen
 
     def measure(self) -> Life:
@@ -101,7 +121,7 @@ class Run:
         assert process.returncode == 0, screen[-6000:]
         return Life(time.monotonic() - watch.begun_s, watch.num_changes)
 
-    def reach(self, moment: Moment) -> subprocess.Popen:
+    def reach(self, moment: Moment) -> subprocess.Popen | WarmStart:
         """Start the script and return at a moment, or when it has ended before."""
         watch = Watch(self.stage)
         process = self.start()
@@ -121,9 +141,9 @@ class Run:
         assert self.survivors() == {}
         return process.returncode != 0
 
-    def survivors(self) -> dict[int, str]:
-        """The script and what it started, as far as alive after two seconds: pid -> command."""
-        deadline_s = time.monotonic() + 2
+    def survivors(self, within_s: float = 2) -> dict[int, str]:
+        """The script and what it started, as far as alive after that time: pid -> command."""
+        deadline_s = time.monotonic() + within_s
         while (found := self.alive()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return found
@@ -133,12 +153,14 @@ class Run:
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                environment = (path / "environ").read_bytes()  # a zombie's is empty
-                if f"{_MARK}={self.mark}".encode() in environment:
-                    words = (path / "cmdline").read_bytes().replace(b"\0", b" ")
-                    found[int(path.name)] = words.decode(errors="replace")
+                state, _, _, session = (path / "stat").read_text().rpartition(")")[2].split()[:4]
+                environment = (path / "environ").read_bytes()
+                words = (path / "cmdline").read_bytes().replace(b"\0", b" ")
             except OSError:
                 continue
+            marked = f"{_MARK}={self.mark}".encode() in environment
+            if state != "Z" and (marked or int(session) in self.sessions):
+                found[int(path.name)] = words.decode(errors="replace")
         return found
 
 
@@ -186,13 +208,17 @@ def contents(stage: Path) -> dict[str, Any]:
             continue
         if name == "metrics.jsonl":
             found[name] = [
-                {key: value for key, value in json.loads(line).items() if key != "tokens_per_s"}
+                {key: value for key, value in json.loads(line).items() if key not in MEASURED}
                 for line in path.read_text().splitlines()
             ]
         elif name == "manifest.json":
             manifest = json.loads(path.read_text())
-            manifest["files"].pop("metrics.jsonl", None)  # rates are in it
+            manifest["files"].pop("metrics.jsonl", None)
             found[name] = {key: manifest[key] for key in ("files", "counts", "wiring", "results")}
+        elif name.startswith("checkpoints/"):
+            found[name] = torch.load(path, weights_only=True)
+            found[name]["metrics"] = "as in metrics.jsonl"
+            found[name].pop("checksum")
         elif name in ("log.txt", "config.yaml"):
             found[name] = "there"
         else:
@@ -204,4 +230,12 @@ def assert_equal(found: Path, expected: Path) -> None:
     """Two finished stages: the same files, byte for byte, and nothing half written."""
     ours, theirs = contents(found), contents(expected)
     assert ours.keys() == theirs.keys()
-    assert [name for name in ours if ours[name] != theirs[name]] == []
+    assert [name for name in ours if not _same(ours[name], theirs[name])] == []
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
+    return ours == theirs
