@@ -88,6 +88,8 @@ def everything(directory: Path) -> dict[str, Any]:
                 "max_conversations": 4,
             },
         ],
+        "drafter.norm_before_fc": False,  # the two exclude each other
+        "drafter.fc_norm": False,
         "drafter.rope_scaling": {"rope_type": "linear", "factor": 2.0},
         "drafter.reference": {"source": "a published drafter", **GEOMETRY},
     }
