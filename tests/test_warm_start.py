@@ -16,7 +16,7 @@ from eagle3.warm_start import load_weights, map_of
 def started(tiny_verifier_dir, tmp_path, write_config):
     """An exported drafter, and a config that starts from it."""
     verifier = open_verifier(tiny_verifier_dir)
-    existing = Drafter.random(verifier, head_dim=32)
+    existing = Drafter.random(verifier, head_dim=32, fc_norm=True, norm_output=True)
     directory = existing.export(tmp_path / "existing")
 
     def config(**changes):
