@@ -1,4 +1,4 @@
-"""Ways a drafter can be made wrong, and what notices each: the list behind docs/verification.md.
+"""Ways a drafter can be made wrong, and what notices each: the list behind tests/test_sabotage.py.
 
 A sabotage of an export is done to the directory as it is written, before anything is checked or
 hashed: a mistake in the code that makes it, not damage done later (checksums find that).
@@ -30,7 +30,7 @@ class Sabotage:
     """One mistake.
 
     Attributes:
-        name: as in the table of docs/verification.md.
+        name: of the test.
         apply: makes it, in an exported directory.
         names: what the error must name: a key or a tensor.
         alone: whether the directory is refused by itself too, without the run it came from (what
