@@ -1,8 +1,7 @@
 """One training step at a config's full size on tensors that have shapes and no storage.
 
-The operations are those of ``TTTStep`` itself, in the order and the dtypes a GPU is given them, but
-for the attention kernel, which is torch's CPU one. That it runs at all shows that nothing in the
-step waits for a value: there are none.
+The operations are those of ``TTTStep`` itself, in the order and the dtypes a GPU is given them.
+That it runs at all shows that nothing in the step waits for a value: there are none.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig
 
-from eagle3 import losses
+from eagle3 import attention, losses
 from eagle3.batches import Batch, Row, collate
 from eagle3.config import Config
 from eagle3.drafter import BORROWED, layer_config
@@ -53,7 +52,7 @@ class Counting(TorchDispatchMode):
         alive: tensors that stay throughout.
 
     Attributes:
-        flops: of what torch has a formula for: all matrix products, not the CPU's attention.
+        flops: of what torch has a formula for: all matrix products.
         moved_bytes, product_bytes: of all operations, and of the matrix products alone.
         peak_bytes: the most alive at a time.
         h200_s: on an H200 that runs one operation after the other, each at the arithmetic's peak
@@ -117,8 +116,11 @@ def count(config: Config, batch: Batch) -> tuple[Counting, int]:
         norm_output=drafter.norm_output,
         eagle_aux_hidden_state_layer_ids=list(config.capture.aux_layer_ids),
     )
-    gpu_chunks = mock.patch.dict(losses._CHUNK_LOGITS, cpu=losses._CHUNK_LOGITS["cuda"])
-    with gpu_chunks, FakeTensorMode(allow_non_fake_inputs=True):
+    with (
+        mock.patch.dict(losses._CHUNK_LOGITS, cpu=losses._CHUNK_LOGITS["cuda"]),
+        mock.patch.dict(attention._BLOCK_SCORES, cpu=attention._BLOCK_SCORES["cuda"]),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         model = Eagle3DraftModel(model_config)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in BORROWED)

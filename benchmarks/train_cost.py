@@ -37,10 +37,8 @@ def main(invocation: Invocation) -> None:
     counting, num_trained = count(config, batch)
     flops = sum(part.forward + part.backward for part in parts.values())
     optimizer_s = OPTIMIZER_BYTES * num_trained / H200_BYTES_PER_S
-    attention = parts["attention over the rows"]
     most_s = flops / H200_FLOPS
-    unfused_s = counting.h200_s + (attention.forward + attention.backward) / H200_FLOPS
-    unfused_s += optimizer_s
+    unfused_s = counting.h200_s + optimizer_s
     token_bytes = plain_bytes(config)
     figures = {
         "tokens": batch.num_tokens,

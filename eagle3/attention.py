@@ -8,7 +8,7 @@ Rows are computed one by one, long ones in blocks of queries, and nothing of siz
 kept for the backward pass: it is formed again from the logsumexp (Dao et al., FlashAttention,
 arXiv 2205.14135). The row's part and the chain's are joined by their logsumexps, as blocks are in
 ring attention (Liu et al., arXiv 2310.01889): given the joint output and the joint logsumexp, a
-flash kernel's backward pass gives exactly its block's share of the gradients.
+block's backward pass gives exactly its share of the gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-# Scores formed at a time where no kernel does it: 1 GiB of float32.
-_BLOCK_SCORES = 1 << 28
+# Scores formed at a time: they stay in the last-level cache of a CPU; 1 GiB of float32 on a GPU.
+_BLOCK_SCORES = {"cpu": 1 << 20, "cuda": 1 << 28}
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class _Attend(torch.autograd.Function):
         output = torch.empty_like(queries)
         log_sums = queries.new_empty(queries.shape[:2], dtype=torch.float32)  # [S, N]
         for q, k, bias in _blocks(rows, queries):
-            forward, _ = _KERNELS[queries.device.type == "cpu"]
-            output[q], log_sums[q] = forward(queries[q], keys[k], values[k], bias, scale)
+            output[q], log_sums[q] = _forward(queries[q], keys[k], values[k], bias, scale)
         num_steps = len(chain) // 2
         if num_steps:
             own = _own_scores(queries, chain[:num_steps], scale)
@@ -87,8 +86,7 @@ class _Attend(torch.autograd.Function):
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = (torch.zeros_like(x) for x in (queries, keys, values))
         for q, k, bias in _blocks(ctx.rows, queries):
-            _, backward = _KERNELS[queries.device.type == "cpu"]
-            found = backward(
+            found = _backward(
                 grad[q], queries[q], keys[k], values[k], output[q], log_sums[q], bias, scale
             )
             grad_q[q] = found[0]
@@ -120,7 +118,7 @@ def _blocks(rows: RowSpans, queries: torch.Tensor) -> Iterator[tuple[slice, slic
     """Queries, the keys they may see, and 0 or -inf ``[q, k]`` for each pair, block by block."""
     query_begin = key_begin = 0
     for num_queries, num_keys in zip(rows.num_queries, rows.num_keys, strict=True):
-        size = max(_BLOCK_SCORES // (num_keys * queries.shape[1]), 1)
+        size = max(_BLOCK_SCORES[queries.device.type] // (num_keys * queries.shape[1]), 1)
         for begin in range(query_begin, query_begin + num_queries, size):
             q = slice(begin, min(begin + size, query_begin + num_queries))
             seen = torch.arange(num_keys, device=queries.device) <= rows.last_key[q, None]
@@ -130,58 +128,34 @@ def _blocks(rows: RowSpans, queries: torch.Tensor) -> Iterator[tuple[slice, slic
         key_begin += num_keys
 
 
-def _flash_forward(queries, keys, values, bias, scale):
-    """torch's CPU kernel: ``[q, N, D]`` and the logsumexp ``[q, N]`` of one block."""
-    output, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(0, 1)[None] for x in (queries, keys, values)),
-        0.0,
-        False,
-        attn_mask=bias,
-        scale=scale,
+def _forward(queries, keys, values, bias, scale):
+    """One block: ``[q, N, D]`` and the logsumexp ``[q, N]``, from products per head."""
+    q, k, v = (x.transpose(0, 1) for x in (queries, keys, values))
+    scores = torch.baddbmm(bias[None], q, k.transpose(1, 2), alpha=scale)
+    largest = scores.amax(-1, keepdim=True)
+    shares = (scores - largest).exp_()
+    total = shares.sum(-1, dtype=torch.float32)
+    log_sums = largest[..., 0].float() + total.log()
+    return torch.bmm(shares, v).div(total[..., None]).transpose(0, 1), log_sums.T
+
+
+def _backward(grad, queries, keys, values, output, log_sums, bias, scale):
+    """The block's share of the gradients, each ``[n, N, D]``; between products all is float32."""
+    g, q, k, v = (x.transpose(0, 1) for x in (grad, queries, keys, values))
+    scores = torch.baddbmm(bias[None], q, k.transpose(1, 2), alpha=scale)
+    shares = (scores.float() - log_sums.T[..., None]).exp_()
+    delta = (grad * output).sum(-1, dtype=torch.float32).T
+    grad_shares = torch.bmm(g, v.transpose(1, 2)).float()
+    grad_scores = ((grad_shares - delta[..., None]) * shares).mul_(scale).to(grad.dtype)
+    shares = shares.to(grad.dtype)
+    found = (
+        torch.bmm(grad_scores, k),
+        torch.bmm(grad_scores.transpose(1, 2), q),
+        torch.bmm(shares.transpose(1, 2), g),
     )
-    return output[0].transpose(0, 1), log_sums[0].T
-
-
-def _flash_backward(grad, queries, keys, values, output, log_sums, bias, scale):
-    """The block's share of the gradients, each ``[n, N, D]``."""
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(0, 1)[None] for x in (grad, queries, keys, values, output)),
-        log_sums.T[None].contiguous(),
-        0.0,
-        False,
-        attn_mask=bias,
-        scale=scale,
-    )
-    return [x[0].transpose(0, 1) for x in found]
-
-
-def _plain_forward(queries, keys, values, bias, scale):
-    """The same in plain torch, which a GPU compiles into few kernels."""
-    scores = torch.einsum("qnd,knd->nqk", queries, keys).float() * scale + bias.float()
-    log_sums = scores.logsumexp(-1)
-    shares = (scores - log_sums[..., None]).exp().to(values.dtype)
-    return torch.einsum("nqk,knd->qnd", shares, values), log_sums.T
-
-
-def _plain_backward(grad, queries, keys, values, output, log_sums, bias, scale):
-    scores = torch.einsum("qnd,knd->nqk", queries, keys).float() * scale + bias.float()
-    shares = (scores - log_sums.T[..., None]).exp()
-    delta = (grad * output).sum(-1).float().T
-    grad_shares = torch.einsum("qnd,knd->nqk", grad, values).float()
-    grad_scores = (shares * (grad_shares - delta[..., None]) * scale).to(queries.dtype)
-    return (
-        torch.einsum("nqk,knd->qnd", grad_scores, keys),
-        torch.einsum("nqk,qnd->knd", grad_scores, queries),
-        torch.einsum("nqk,qnd->knd", shares.to(grad.dtype), grad),
-    )
+    return [x.transpose(0, 1) for x in found]
 
 
 if torch.cuda.is_available():
-    _plain_forward = torch.compile(_plain_forward, dynamic=True)
-    _plain_backward = torch.compile(_plain_backward, dynamic=True)
-
-# By whether the tensors are on a CPU.
-_KERNELS = {
-    True: (_flash_forward, _flash_backward),
-    False: (_plain_forward, _plain_backward),
-}
+    _forward = torch.compile(_forward, dynamic=True)
+    _backward = torch.compile(_backward, dynamic=True)

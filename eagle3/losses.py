@@ -52,8 +52,10 @@ class Targets:
         neg_entropy = torch.empty(len(states), device=states.device)
         p = None if loss == "kl_div" else states.new_empty(len(states), len(head))
         for part in chunks(states, len(head)):
-            chunk = (states[part] @ verifier_head.T).softmax(-1)
-            neg_entropy[part] = -torch.special.entr(chunk).sum(-1, dtype=torch.float32)
+            logits = states[part] @ verifier_head.T
+            chunk = logits.softmax(-1)
+            of_logits = (chunk * logits).sum(-1, dtype=torch.float32)
+            neg_entropy[part] = of_logits - log_sum(logits, chunk)
             expected[part] = chunk @ head
             if p is not None:
                 p[part] = chunk
@@ -83,8 +85,7 @@ class HeadLoss(torch.autograd.Function):
             logits = states[part] @ head.T
             if loss == "kl_div":
                 q = logits.softmax(-1)
-                # log z from the largest entry: far closer than the logits' own rounding.
-                each[part] += logits.amax(-1).float() - q.amax(-1).float().log()
+                each[part] += log_sum(logits, q)
                 gradient[part] = q @ head
                 continue
             logits = logits.float()
@@ -112,6 +113,14 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad_loss):
         (gradient,) = ctx.saved_tensors
         return gradient * grad_loss, None, None, None, None, None
+
+
+def log_sum(logits: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """``logsumexp`` of logits whose softmax is q, float32 ``[S]``.
+
+    From the largest entries alone, one pass over each: far closer than the logits' own rounding.
+    """
+    return logits.amax(-1).float() - q.amax(-1).float().log()
 
 
 def drafted(normed: torch.Tensor, head: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A TTT step's attention, by either pair of kernels, against dense softmax in float64."""
+"""A TTT step's attention against dense softmax in float64."""
 
 import pytest
 import torch
@@ -9,10 +9,6 @@ from eagle3 import attention
 from eagle3.attention import RowSpans, attend
 
 NUM_HEADS, HEAD_DIM = 2, 8
-KERNELS = {
-    "flash": (attention._flash_forward, attention._flash_backward),
-    "plain": (attention._plain_forward, attention._plain_backward),
-}
 PARTS = ("queries", "keys", "values", "chain keys", "chain values")
 
 
@@ -73,7 +69,6 @@ def ours(queries, keys, values, chain_keys, chain_values, rows: RowSpans) -> tor
 
 
 def compare(
-    kernels: str,
     rows: RowSpans,
     num_chain_steps: int,
     block_scores: int,
@@ -83,8 +78,7 @@ def compare(
 ) -> None:
     inputs = random_inputs(rows, num_chain_steps, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(attention._KERNELS, True, KERNELS[kernels])
-        patch.setattr(attention, "_BLOCK_SCORES", block_scores)
+        patch.setitem(attention._BLOCK_SCORES, "cpu", block_scores)
         found = with_gradients(ours, inputs, rows)
     expected = with_gradients(dense, [x.double() for x in inputs], rows)
     for name, mine, theirs in zip(("output", *PARTS), found, expected, strict=True):
@@ -94,17 +88,15 @@ def compare(
         assert difference <= tolerance * (theirs.norm() + theirs.numel() ** 0.5), name
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @given(rows=spans(), num_chain_steps=st.integers(0, 6), block_queries=st.sampled_from([1, 3, 99]))
 @settings(max_examples=60)
-def test_equals_dense_softmax(kernels, rows, num_chain_steps, block_queries):
+def test_equals_dense_softmax(rows, num_chain_steps, block_queries):
     longest = max(rows.num_keys)
-    compare(kernels, rows, num_chain_steps, block_queries * longest * NUM_HEADS)
+    compare(rows, num_chain_steps, block_queries * longest * NUM_HEADS)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_chain_steps", range(7))
-def test_equals_dense_softmax_on_long_rows(kernels, num_chain_steps):
+def test_equals_dense_softmax_on_long_rows(num_chain_steps):
     """Longer than a kernel's own blocks, with a prompt, two turns, and a row nobody asks."""
     asking = [
         [*range(300, 430), *range(600, 700)],
@@ -113,14 +105,13 @@ def test_equals_dense_softmax_on_long_rows(kernels, num_chain_steps):
         [*range(3, 90)],
     ]
     rows = spans_of([700, 33, 1, 90], asking)
-    compare(kernels, rows, num_chain_steps, 50 * 700 * NUM_HEADS)
+    compare(rows, num_chain_steps, 50 * 700 * NUM_HEADS)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("num_chain_steps", [0, 2])
-def test_bfloat16_is_as_close_as_its_rounding(kernels, num_chain_steps):
+def test_bfloat16_is_as_close_as_its_rounding(num_chain_steps):
     rows = spans_of([120, 40], [[*range(30, 120)], [*range(10, 40)]])
-    compare(kernels, rows, num_chain_steps, 1 << 20, dtype=torch.bfloat16, tolerance=2**-7)
+    compare(rows, num_chain_steps, 1 << 20, dtype=torch.bfloat16, tolerance=2**-7)
 
 
 def test_nothing_of_queries_times_keys_is_kept():
