@@ -162,7 +162,9 @@ def verdict(lines: list[dict[str, Any]]) -> list[str]:
                 f"equal {what}: {' '.join(gains)} ({len(ours)} and {len(theirs)} seeds, "
                 f"{seconds(ours):.0f} and {seconds(theirs):.0f} s of training)"
             )
-    return found
+    pairs = [(line["simulated"], line["served"]["heldout"]) for line in lines]
+    correlation = statistics.correlation(*zip(*pairs, strict=True))
+    return [*found, f"simulated against served: correlation {correlation:.3f}, {len(pairs)} rows"]
 
 
 def draw(lines: list[dict[str, Any]]) -> None:

