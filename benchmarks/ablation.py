@@ -44,6 +44,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layers_7_15_22": ("capture.aux_layer_ids=[7, 15, 22]",),
     "layers_15_22_27": ("capture.aux_layer_ids=[15, 22, 27]",),
     "layers_15_27": ("capture.aux_layer_ids=[15, 27]",),
+    "int8": ("capture.state_dtype=int8",),
     "batch_256": ("train.batch_tokens=256",),
     "batch_1024": ("train.batch_tokens=1024",),
 }
@@ -83,8 +84,8 @@ def everything(results: Path) -> Iterator[tuple[str, int]]:
         yield from ((f"{side}_rate_{rate}", 0) for rate in RATES)
     for side in SIDES:
         yield from ((best(side, read(results)), seed) for seed in SEEDS[1:])
-    yield from ((row, 0) for row in CHOICES)
     yield from ((SAME_TIME, seed) for seed in SEEDS)
+    yield from ((row, 0) for row in CHOICES)
     for side in SIDES:
         yield from ((f"{side}_tokens_{num_tokens}", 0) for num_tokens in CURVE_TOKENS)
 

@@ -24,6 +24,7 @@ from eagle3.config import Config
 from eagle3.config_file import load_config
 from eagle3.contract import Wiring
 from eagle3.drafter import BORROWED, tensor_table
+from eagle3.eight_bit import dequantise, quantise
 from eagle3.engine import Engine, Sampling
 from eagle3.export import serving_tensors, speculators_form, write_directory
 from eagle3.files import write_tensors
@@ -88,6 +89,7 @@ def measure(config_path: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
     vocab = VocabMap.load(vocab_artifact.path("vocab_map.safetensors"))
     reader = SomeLayers(rows, open_states(hidden, rows, captured))
     reader.slots = [LAYERS.index(i) for i in config.capture.aux_layer_ids]
+    reader.in_8_bits = config.capture.state_dtype == "int8"
     drafter = fresh_drafter(config, vocab)
     plan = first_tokens(config, rows, recipe.num_tokens)
     start_s = time.monotonic()
@@ -108,13 +110,18 @@ def measure(config_path: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
 
 
 class SomeLayers(RowReader):
-    """Rows with the aux states of some of the captured layers, by slot."""
+    """Rows with the aux states of some of the captured layers, by slot; rounded where 02's
+    ``capture.state_dtype`` would have rounded them."""
 
     slots: list[int]
+    in_8_bits: bool
 
     def __getitem__(self, row_id: int) -> Row:
         row = super().__getitem__(row_id)
-        return replace(row, aux_hidden_states=row.aux_hidden_states[:, self.slots])
+        aux, last = row.aux_hidden_states[:, self.slots], row.last_hidden_states
+        if self.in_8_bits:
+            aux, last = (dequantise(*quantise(states), states.dtype) for states in (aux, last))
+        return replace(row, aux_hidden_states=aux, last_hidden_states=last)
 
 
 def first_tokens(config: Config, rows: TokenRows, num_tokens: int) -> list[list[int]]:
