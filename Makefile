@@ -47,4 +47,4 @@ test: setup
 	.venv/bin/python -m pytest --durations=12 -m "not kill and not sabotage and not exhaustive"
 
 test-kill: setup
-	.venv/bin/python -m pytest --durations=12 -s -m kill
+	.venv/bin/python -m pytest --durations=12 -s -m kill tests/kill

@@ -15,6 +15,7 @@ import pytest
 
 from eagle3.fingerprint import STAGES
 from tests.conftest import ROOT, config_writer
+from tests.kill import tally
 from tests.kill.victim import Life, Run
 
 SETTINGS = {
@@ -27,6 +28,13 @@ SETTINGS = {
     # The verifier is random and so is what it says: nothing to accept.
     "verify.gates.min_acceptance_length": {"heldout": 1.0, "mt_bench": 1.0},
 }
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if lines := tally.table():
+        terminalreporter.section("what was done to the runs, and what came of it")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 class Undisturbed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -16,7 +17,8 @@ from eagle3.disk import free_bytes
 from eagle3.errors import EXIT_DONE, EXIT_NO_ROOM
 from eagle3.fingerprint import STAGES
 from eagle3.script import Invocation
-from tests.kill.victim import Moment, assert_equal
+from tests.kill import tally
+from tests.kill.victim import LONGEST_S, Moment, assert_equal
 
 pytestmark = pytest.mark.kill
 
@@ -28,11 +30,12 @@ class Disk:
         self.directory, self.filler = directory, directory / "filler"
 
     def leave(self, num_bytes: int) -> None:
-        """Fill all but so much of it."""
+        """Fill all but so much of it; a stage at work may take some of that meanwhile."""
         self.empty()
-        fill_bytes = free_bytes(self.directory) - num_bytes
         with open(self.filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(fill_bytes, 1))
+            while (fill_bytes := free_bytes(self.directory) - num_bytes) > 0:
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(file.fileno(), self.filler.stat().st_size, fill_bytes)
 
     def empty(self) -> None:
         self.filler.unlink(missing_ok=True)
@@ -67,13 +70,14 @@ def test_a_full_disk_stops_a_stage_and_costs_nothing(stage, disk, undisturbed, s
             disk.empty()
             process = run.reach(moment)
             disk.leave(0)
-            screen, code = process.communicate(timeout=300)[0], process.returncode
+            screen, code = process.communicate(timeout=LONGEST_S)[0], process.returncode
         else:
             disk.leave(int(share * stage_bytes))
             code, screen = run()
         codes.append(code)
         print(f"{stage}, {share}: exit {code}")
         if code != EXIT_DONE:
+            tally.count(stage, tally.FULL)
             assert code == EXIT_NO_ROOM and "Traceback" not in screen, screen[-6000:]
             for part in ("error ", "where ", "expected ", "found ", "next "):
                 assert f" {part}" in screen, screen[-6000:]

@@ -6,12 +6,14 @@ import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import config_writer
 from tests.e2e.test_train_ranks import LAUNCH, SETTINGS
 from tests.inputs import publish_rows, publish_shards, publish_vocab
+from tests.kill import tally
 from tests.kill.victim import Moment, Run, assert_equal
 
 pytestmark = pytest.mark.kill
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.kill
 def two_ranks(tiny_verifier_dir, tmp_path_factory):
     """An undisturbed training by two, on made-up inputs, and how it lived."""
     config = config_writer(tmp_path_factory.mktemp("two"), tiny_verifier_dir)(SETTINGS)
-    publish_shards(config, publish_rows(config, num_rows=120, num_validation=16), shard_tokens=600)
+    publish_shards(config, publish_rows(config, num_rows=120, num_validation=16))
     publish_vocab(config)
     return config, Run(config, "04_train", launcher=LAUNCH).measure()
 
@@ -43,6 +45,7 @@ def test_two_ranks_end_as_if_nobody_had_been_killed(seed, two_ranks, tiny_verifi
         screen = process.communicate(timeout=120)[0]
         assert process.returncode != 0, screen[-4000:]
         assert run.survivors() == {}
+        tally.count("04_train", tally.KILLS)
     run.finish()
     assert_equal(run.stage, undisturbed.parent / "runs" / "tiny" / "04_train")
 
@@ -50,8 +53,10 @@ def test_two_ranks_end_as_if_nobody_had_been_killed(seed, two_ranks, tiny_verifi
 def _ranks(run: Run) -> dict[str, int]:
     found = {}
     for pid in run.alive():
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environment = file.read().split(b"\0")
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:  # something short-lived of the launcher's
+            continue
         for rank in (0, 1):
             if f"RANK={rank}".encode() in environment:
                 found[f"rank {rank}"] = pid

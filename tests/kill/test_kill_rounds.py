@@ -9,7 +9,6 @@ Each moment is printed; the seed is the test's parameter.
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from eagle3.fingerprint import open_verifier
 from eagle3.shard_plan import plan_shards
 from tests.conftest import config_writer
 from tests.inputs import publish_rows, publish_vocab
+from tests.kill import tally
 from tests.kill.victim import Life, Moment, Run
 
 pytestmark = pytest.mark.kill
@@ -37,7 +37,8 @@ SETTINGS = {
 class Rounds(Run):
     """A run of ``eagle3.rounds``; all its stages are watched, and how much 02 has on disk.
 
-    ``budget_bytes`` is room for the validation rows and the largest round.
+    ``budget_bytes`` is room for the validation rows and the largest round; ``kept`` names the
+    validation rows' shards.
     """
 
     def __init__(self, directory: Path, verifier_dir: Path, *, in_budget: bool) -> None:
@@ -47,16 +48,19 @@ class Rounds(Run):
         publish_vocab(config)
         loaded = load_config(config)
         wiring = Wiring.at_capture(loaded, open_verifier(loaded.verifier))
+        plan = plan_shards(rows, loaded, wiring)
+        self.kept = sorted(shard.name for shard in plan if shard.round_index is None)
         sizes: dict[int | None, int] = {}
-        for shard in plan_shards(rows, loaded, wiring):
+        for shard in plan:
             sizes[shard.round_index] = sizes.get(shard.round_index, 0) + shard.num_bytes
         assert len(sizes) >= 4
         self.budget_bytes = sizes.pop(None) + max(sizes.values())
         if in_budget:
             write({**SETTINGS, "capture.disk_budget_bytes": self.budget_bytes})
         super().__init__(config, "02_hidden")
-        self.words = [sys.executable, "-m", "eagle3.rounds", str(config)]
-        self.config, self.hidden, self.stage = config, self.stage, self.stage.parent
+        self.words = ["-m", "eagle3.rounds", str(config)]
+        self.name, self.config = "rounds", config
+        self.hidden, self.stage = self.stage, self.stage.parent
         self.most_bytes = 0
 
     def watch(self, until: threading.Event) -> None:
@@ -103,10 +107,11 @@ def test_killed_anywhere_it_goes_on(seed, undisturbed, tiny_verifier_dir, tmp_pa
     finally:
         ended.set()
         watcher.join()
+    tally.count(run.name, tally.COMPARED)
+    tally.count(run.name, tally.DIFFERENCES, run.best() != expected)
     assert run.best() == expected
     assert 0 < run.most_bytes <= run.budget_bytes
     assert not list(run.stage.rglob("*.partial"))
     # What remains of the states, and what the next stages read.
-    rows_kept = [path.name for path in run.hidden.glob("shard-*.safetensors")]
-    assert 1 <= len(rows_kept) <= 2
+    assert sorted(path.name for path in run.hidden.glob("shard-*.safetensors")) == run.kept
     Run(run.config, "05_export").finish()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kill import tally
 from tests.kill.conftest import SETTINGS
 from tests.kill.victim import Moment, Run, assert_equal
 
@@ -62,6 +63,7 @@ def test_01_keeps_every_answer(seed, num_kills, kills, undisturbed):
     screen = run.finish()
     final = _answers(run.stage)
     assert {key: final[key] for key in kept} == kept
+    tally.count("01_data", tally.KEPT, len(kept))
     if asked := re.search(r"answers to_come=(\d+) already_there=(\d+)", screen):
         assert int(asked[2]) == len(kept)
     found, expected = (
@@ -98,6 +100,7 @@ def test_02_computes_no_proven_shard_again(seed, num_kills, kills, undisturbed):
     run.finish()
     for name, inode in proven.items():
         assert (run.stage / f"{name}.safetensors").stat().st_ino == inode
+        tally.count("02_hidden", tally.KEPT)
     assert_equal(run.stage, undisturbed["02_hidden"])
 
 
@@ -123,4 +126,5 @@ def test_04_goes_on_from_its_last_checkpoint(seed, num_kills, kills, undisturbed
     screen = run.finish()
     if last_step:
         assert re.search(rf"resumed .* step={last_step}/", screen)
+        tally.count("04_train", tally.KEPT, last_step)
     assert_equal(run.stage, undisturbed["04_train"])

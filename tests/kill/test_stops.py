@@ -12,7 +12,8 @@ import pytest
 from eagle3.errors import EXIT_INTERRUPTED, EXIT_STALE
 from eagle3.fingerprint import STAGES
 from eagle3.locks import StageLock
-from tests.kill.victim import Moment, assert_equal
+from tests.kill import tally
+from tests.kill.victim import LONGEST_S, Moment, assert_equal
 
 pytestmark = pytest.mark.kill
 
@@ -31,6 +32,7 @@ def test_a_stop_is_clean_and_the_same_command_goes_on(stage, how, start_from, un
         process.send_signal(signal.SIGTERM)
     screen = process.communicate(timeout=120)[0]
     assert process.returncode == EXIT_INTERRUPTED, screen[-6000:]
+    tally.count(stage, tally.STOPS)
     assert "Traceback" not in screen and "stopped; everything published is kept" in screen
     assert run.survivors() == {}
     run.finish()
@@ -58,7 +60,7 @@ def test_engine_workers_end_with_a_killed_script(at, start_from):
     run = start_from("02_hidden", {"engine.tensor_parallel_size": 2})
     run.warm = None  # its workers are forked from it: as they are from a script started cold
     process = run.start()
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + LONGEST_S
     while len(run.alive()) < 3 or (
         at == "capturing" and not list(run.stage.glob("shard-*.safetensors"))
     ):
@@ -72,3 +74,4 @@ def test_engine_workers_end_with_a_killed_script(at, start_from):
     process.kill()
     process.communicate()
     assert run.survivors(within_s=1) == {}
+    tally.count("02_hidden", tally.KILLS)

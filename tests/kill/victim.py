@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from eagle3.fingerprint import STAGES
-from tests.kill.warm import WarmStart
+from tests.kill import tally
+from tests.kill.warm import LONGEST_S, WarmStart
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ("tokens_per_s", "waiting_share")  # in lines of metrics.jsonl
@@ -75,6 +76,7 @@ class Run:
         launcher: Sequence[str] = (sys.executable,),
     ) -> None:
         self.warm, self.launcher = warm, launcher
+        self.name = stage
         self.words = [STAGES[stage].script, str(config)]
         self.stage = config.parent / "runs" / "tiny" / stage
         self.mark, self.sessions = uuid.uuid4().hex, set[int]()
@@ -103,7 +105,7 @@ class Run:
     def __call__(self, *flags: str) -> tuple[int, str]:
         """Run the script to its end: its exit code and what it said."""
         process = self.start(*flags)
-        screen = process.communicate(timeout=300)[0]
+        screen = process.communicate(timeout=LONGEST_S)[0]
         return process.returncode, screen
 
     def finish(self) -> str:
@@ -139,7 +141,9 @@ class Run:
         screen = process.communicate()[0]
         assert process.returncode in (0, -signal.SIGKILL), screen[-6000:]
         assert self.survivors() == {}
-        return process.returncode != 0
+        was_killed = process.returncode != 0
+        tally.count(self.name, tally.KILLS, was_killed)
+        return was_killed
 
     def survivors(self, within_s: float = 2) -> dict[int, str]:
         """The script and what it started, as far as alive after that time: pid -> command."""
@@ -226,11 +230,19 @@ def contents(stage: Path) -> dict[str, Any]:
     return found
 
 
+def differing(found: Path, expected: Path) -> list[str]:
+    """Files in which two finished stages differ, or which one of them has not."""
+    ours, theirs = contents(found), contents(expected)
+    names = sorted(ours.keys() | theirs.keys())
+    return [name for name in names if not _same(ours.get(name), theirs.get(name))]
+
+
 def assert_equal(found: Path, expected: Path) -> None:
     """Two finished stages: the same files, byte for byte, and nothing half written."""
-    ours, theirs = contents(found), contents(expected)
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not _same(ours[name], theirs[name])] == []
+    names = differing(found, expected)
+    tally.count(expected.name, tally.COMPARED)
+    tally.count(expected.name, tally.DIFFERENCES, len(names))
+    assert names == []
 
 
 def _same(ours: Any, theirs: Any) -> bool:

@@ -23,6 +23,7 @@ from eagle3.engine import _ENVIRONMENT
 from eagle3.orphans import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
+LONGEST_S = 1800  # a script that takes longer hangs, however busy the machine
 # Beside the scripts' own imports, what they import late: engines, loaders, pictures.
 _LATE = (
     "vllm.entrypoints.llm",
@@ -70,7 +71,7 @@ class WarmStart:
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
-    def communicate(self, timeout: float = 300) -> tuple[str, None]:
+    def communicate(self, timeout: float = LONGEST_S) -> tuple[str, None]:
         """Wait for its end; what it said on both streams."""
         if not self._ended.wait(timeout):
             self.kill()
