@@ -152,7 +152,18 @@ def write_tensors(
     from safetensors.torch import save_file
 
     with publishing(path) as partial:
-        save_file(tensors, partial, metadata=metadata)
+        # save_file writes a file of a random name beside the one it is given, readable by its owner
+        # alone, and renames it. In a directory of its own a kill leaves nothing that has no name.
+        scratch = partial.with_name(f".{partial.name}")
+        try:
+            shutil.rmtree(scratch, ignore_errors=True)  # a killed process of several: no sweep
+            scratch.mkdir()
+            save_file(tensors, scratch / path.name, metadata=metadata)
+            partial.touch()
+            shutil.copymode(partial, scratch / path.name)
+            os.replace(scratch / path.name, partial)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
         validate(partial)
 
 

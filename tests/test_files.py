@@ -27,6 +27,7 @@ from eagle3.files import (
     write_tensors,
     write_text,
 )
+from eagle3.leftovers import sweep
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -40,6 +41,29 @@ def test_publishing_makes_directories_and_leaves_only_the_file(tmp_path):
     write_text(path, "grüße\n")
     assert path.read_text(encoding="utf-8") == "grüße\n"
     assert os.listdir(path.parent) == ["file.txt"]
+
+
+def test_a_kill_while_tensors_are_written_leaves_only_what_is_swept(tmp_path, monkeypatch):
+    """safetensors writes under a random name first; here the process ends right then."""
+
+    def write_half(tensors, path, metadata):
+        path.with_name(".tmpX1Y2Z3").write_bytes(b"half")
+        os._exit(9)
+
+    monkeypatch.setattr("safetensors.torch.save_file", write_half)
+    if (pid := os.fork()) == 0:
+        write_tensors(tmp_path / "shard.safetensors", {"a": torch.zeros(2)})
+    os.waitpid(pid, 0)
+    assert os.listdir(tmp_path) == [".shard.safetensors.partial"]
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensors_are_as_readable_as_any_file(tmp_path):
+    write_tensors(tmp_path / "a.safetensors", {"a": torch.zeros(2)})
+    write_text(tmp_path / "b", "")
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "b").stat().st_mode
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "b"]
 
 
 def test_nothing_stands_under_the_final_name_before_the_body_ends(tmp_path):
