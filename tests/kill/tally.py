@@ -1,4 +1,4 @@
-"""What was done to the runs and what came of it, counted for the last lines of ``make test-kill``."""
+"""What was done to the runs and what came of it: the last lines of ``make test-kill``."""
 
 from __future__ import annotations
 

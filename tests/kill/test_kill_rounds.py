@@ -21,7 +21,7 @@ from eagle3.shard_plan import plan_shards
 from tests.conftest import config_writer
 from tests.inputs import publish_rows, publish_vocab
 from tests.kill import tally
-from tests.kill.victim import Life, Moment, Run
+from tests.kill.victim import Life, Moment, Run, entries
 
 pytestmark = pytest.mark.kill
 NUM_KILLS = 5
@@ -66,13 +66,12 @@ class Rounds(Run):
     def watch(self, until: threading.Event) -> None:
         """Note the most that shards take, half-written ones too."""
         while not until.wait(0.002):
-            total = 0
-            for path in self.hidden.glob("shard-*"):
-                try:
-                    total += path.stat().st_size
-                except FileNotFoundError:  # renamed or freed meanwhile
-                    continue
-            self.most_bytes = max(self.most_bytes, total)
+            sizes = {  # by inode: one renamed meanwhile is seen twice
+                inode: size
+                for name, inode, size in entries(self.hidden)
+                if ".safetensors" in name
+            }
+            self.most_bytes = max(self.most_bytes, sum(sizes.values()))
 
     def best(self) -> bytes:
         return (self.stage / "04_train" / "best.safetensors").read_bytes()
@@ -100,7 +99,8 @@ def test_killed_anywhere_it_goes_on(seed, undisturbed, tiny_verifier_dir, tmp_pa
     watcher.start()
     try:
         for number in range(NUM_KILLS):
-            moment = Moment.draw(rng, life, 0.5)
+            # Early each time: a run that goes on must not be done before the last kill.
+            moment = Moment.draw(rng, life, 0.2)
             was_killed = run.kill(moment)
             print(f"seed {seed}, kill {number + 1}: {moment}{'' if was_killed else ': too late'}")
         run.finish()
