@@ -52,7 +52,10 @@ def test_a_kill_while_tensors_are_written_leaves_only_what_is_swept(tmp_path, mo
 
     monkeypatch.setattr("safetensors.torch.save_file", write_half)
     if (pid := os.fork()) == 0:
-        write_tensors(tmp_path / "shard.safetensors", {"a": torch.zeros(2)})
+        try:
+            write_tensors(tmp_path / "shard.safetensors", {"a": torch.zeros(2)})
+        finally:
+            os._exit(1)  # whatever happens: no second test run
     os.waitpid(pid, 0)
     assert os.listdir(tmp_path) == [".shard.safetensors.partial"]
     sweep(tmp_path)
