@@ -9,9 +9,10 @@ writes  runs/<name>/bench/k<K>/               what was served with K drafted tok
         runs/<name>/bench/report.html, .md    the same to read
 
 Greedy, answers as long as in 06. Held-out prompts at every concurrency with verify's drafted tokens
-and without a drafter, the other sets at verify's concurrency, and there the held-out prompts with
-1 to 7 drafted tokens. A quarter of an hour on two cores; if it stops, run it again: what was served
-is kept. For another drafter of the same run the directory must be removed first.
+and without a drafter, the other sets at verify's concurrency, and the held-out prompts with 1 to 7
+drafted tokens, there and at concurrency 1. A quarter of an hour on two cores; if it stops, run it
+again: what was served is kept. For another drafter of the same run the directory must be removed
+first.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ def plan(config: Config, sets: dict[str, list[list[int]]]) -> Iterator[Unit]:
             yield Unit(MAIN_SET, each, drafted, sets[MAIN_SET][:NUM_SWEPT])
         for name in PACKAGES:
             yield Unit(name, concurrency, drafted, sets[name])
+    for drafted in set(DRAFTED_TOKENS) - {num_drafted}:
+        yield Unit(MAIN_SET, CONCURRENCIES[0], drafted, sets[MAIN_SET][:NUM_SWEPT])
     served_by_06 = sets[MAIN_SET][: config.verify.prompts_per_set]
     for drafted in DRAFTED_TOKENS:
         yield Unit(BY_DRAFTED, concurrency, drafted, served_by_06)

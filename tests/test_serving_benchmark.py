@@ -53,7 +53,7 @@ def test_drafting_pays_while_the_length_is_above_the_ratio_of_steps():
     assert one["times_faster_interval"] == pytest.approx([one["times_faster"]] * 2)
     assert eight["times_faster"] == pytest.approx(0.6) and short["drafted_tokens"] == 1
     said = in_words([one, eight])
-    assert "pays on heldout prompts: 1.35 times at concurrency 1" in said
+    assert "pays on heldout prompts: 1.35 times at concurrency 1 (3 drafted tokens);" in said
     assert "stops paying at concurrency 8 (0.60 times), where acceptance length 3.00" in said
     assert "1.80 was served" in said
     assert "nowhere" in in_words([eight])
@@ -77,7 +77,7 @@ def test_report(tmp_path):
     text = (tmp_path / "report.md").read_text()
     assert lines[0] in text
     assert (
-        "| heldout | 1 | 22.5 | 16.7 | 1.35 | 1.35 to 1.35 | 0.0800 | 0.0600 | 1.33 | 1.80 |"
+        "| heldout | 1 | 3 | 22.5 | 16.7 | 1.35 | 1.35 to 1.35 | 0.0800 | 0.0600 | 1.33 | 1.80 |"
         in text
     )
     assert "| heldout | 10 | 8 | 1 | 1.700 | 1.700 to 1.700 | 0.700 |" in text
