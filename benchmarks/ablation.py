@@ -25,7 +25,7 @@ from eagle3.script import log
 
 TRAIN_TOKENS = 64_000
 SEEDS = (0, 1, 2)
-RATES = ("3.5e-4", "7.0e-4", "1.4e-3")
+RATES = ("2.0e-3", "4.0e-3", "8.0e-3")
 # Its defaults: norms of EAGLE-3, which EAGLE-3.1 moved.
 SPECULATORS = (
     "drafter.norm_before_residual=true",
@@ -34,6 +34,7 @@ SPECULATORS = (
 )
 SIDES: dict[str, tuple[str, ...]] = {"ours": (), "speculators": SPECULATORS}
 CHOICES: dict[str, tuple[str, ...]] = {
+    "adamw": ("train.optimizer=adamw", "train.learning_rate=7.0e-4"),
     "no_norms": ("drafter.fc_norm=false", "drafter.norm_output=false"),
     "lk_hybrid": ("train.loss=lk_hybrid",),
     "nla": ("train.loss=nla",),

@@ -1,7 +1,7 @@
 """One recipe, measured: a fresh drafter trained on so many tokens, exported, served greedily.
 
 ``ours`` trains with ``TTTStep``; ``speculators`` with its own forward, on its own shift, mask and
-KL. Optimizer (AdamW), schedule and batches are the same for both.
+KL. Optimizer (both train with Muon by default), schedule and batches are the same for both.
 """
 
 import json
@@ -29,6 +29,7 @@ from eagle3.engine import Engine, Sampling
 from eagle3.export import serving_tensors, speculators_form, write_directory
 from eagle3.files import write_tensors
 from eagle3.fingerprint import open_verifier
+from eagle3.optimizers import make_optimizers
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.schedule import cosine_with_warmup
@@ -149,21 +150,23 @@ def train(
         step = TTTStep(drafter, loss=section.loss, ttt_step_loss_decay=section.ttt_step_loss_decay)
         loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trainable, lr=section.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    optimizers = make_optimizers(section, trainable)
     warmup_steps = math.ceil(section.warmup_share * len(plan))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda done: cosine_with_warmup(done, warmup_steps, len(plan))
-    )
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda done: cosine_with_warmup(done, warmup_steps, len(plan))
+        )
+        for optimizer in optimizers
+    ]
     for batch in plan:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of([reader[row_id] for row_id in batch])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, section.max_grad_norm)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        for part in (*optimizers, *schedulers):
+            part.step()
+        for parameter in trainable:
+            parameter.grad = None
 
 
 def speculators_loss(drafter: Any, rows: list[Row], ttt_steps: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from benchmarks.full_size import H200_BYTES_PER_S, H200_FLOPS, count, empty_batch
 from eagle3.batches import Batch
-from eagle3.config import DrafterSection
+from eagle3.config import Config, DrafterSection
 from eagle3.script import Invocation, log, run_script
 from eagle3.shard_plan import plain_bytes
 
@@ -49,6 +49,7 @@ def main(invocation: Invocation) -> None:
         "moved_by_products_gb": round(counting.product_bytes / 1e9, 1),
         "moved_nothing_fused_gb": round(counting.moved_bytes / 1e9, 1),
         "optimizer_gb": round(OPTIMIZER_BYTES * num_trained / 1e9, 1),
+        "muon_products_ms": round(1e3 * muon_flops(config) / H200_FLOPS, 1),
         "peak_gb": round(counting.peak_bytes / 1e9, 1),
     }
     for name, seconds in (("products_alone", most_s), ("nothing_fused", unfused_s)):
@@ -107,6 +108,20 @@ def step_flops(drafter: DrafterSection, draft_vocab_size: int, batch: Batch) -> 
             supervised, hidden, q_width + kv_width, steps - 1, backward=2
         )
     return parts
+
+
+def muon_flops(config: Config) -> int:
+    """FLOPs of a step of Muon's, whatever the batch (``torch.optim.Muon``: five iterations).
+
+    An iteration on ``[n, m]``, n the smaller, is X X^T, its square, and their sum times X.
+    """
+    drafter, num_aux = config.drafter, len(config.capture.aux_layer_ids)
+    hidden, inner = drafter.hidden_size, drafter.intermediate_size
+    q_width = drafter.num_attention_heads * drafter.head_dim
+    kv_width = drafter.num_key_value_heads * drafter.head_dim
+    matrices = [(q_width, 2 * hidden), *[(kv_width, 2 * hidden)] * 2, (hidden, q_width)]
+    matrices += [(hidden, inner)] * 3 + [(hidden, num_aux * hidden)]
+    return sum(5 * (4 * min(m) ** 2 * max(m) + 2 * min(m) ** 3) for m in matrices)
 
 
 if __name__ == "__main__":

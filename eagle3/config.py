@@ -230,6 +230,7 @@ class TrainSection(Section):
     ttt_step_loss_decay: Number = Field(gt=0, le=1)
     num_epochs: Positive
     batch_tokens: Positive
+    optimizer: Literal["adamw", "muon"]
     learning_rate: Number = Field(gt=0)
     warmup_share: Share
     weight_decay: Number = Field(ge=0)

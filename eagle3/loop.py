@@ -1,7 +1,7 @@
 """The training loop: plan, optimizer, checkpoints that resume exactly, validation.
 
 Everything that decides the next step is in a checkpoint or follows from the config: weights and
-AdamW state in float32, the scheduler, the step; the data order is a function of seed and epoch.
+optimizer state in float32, the schedulers, the step; the data order is a function of seed and epoch.
 Checkpoints are single files, complete or absent.
 
 Where states come in rounds (``retention``) the plan passes over one round ``num_epochs`` times,
@@ -32,6 +32,7 @@ from .config import TrainSection
 from .drafter import BORROWED
 from .errors import Interrupted, StaleInputError
 from .fingerprint import ROUNDS
+from .optimizers import make_optimizers
 from .pictures import draw_training
 from .plan import plan_epoch
 from .progress import Progress
@@ -93,20 +94,15 @@ class Trainer:
             project_dir=directory,
         )
         start_trackers(self.accelerator, section.trackers, directory.parent.name)
-        trainable = [p for p in step.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trainable,
-            lr=section.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=section.weight_decay,
-            fused=True,
-        )
+        optimizers = make_optimizers(section, step.parameters())
         warmup_steps = math.ceil(section.warmup_share * len(self.plan))
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda done: cosine_with_warmup(done, warmup_steps, len(self.plan))
-        )
-        self.step, self.optimizer = self.accelerator.prepare(step, optimizer)
-        self.scheduler = scheduler
+        self.schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda done: cosine_with_warmup(done, warmup_steps, len(self.plan))
+            )
+            for optimizer in optimizers
+        ]
+        self.step, *self.optimizers = self.accelerator.prepare(step, *optimizers)
         self.done_steps = 0
         self.best = {"acceptance_length": 0.0, "step": 0, "validations_since": 0}
         self.last_shown: dict[str, Any] = {}
@@ -207,9 +203,10 @@ class Trainer:
         result = self.step(batch.to(self.accelerator.device), with_matches=shown)
         self.accelerator.backward(result.loss)
         self.accelerator.clip_grad_norm_(self.step.parameters(), self.section.max_grad_norm)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
         self.done_steps += 1
         self.window.losses.append(result.loss_per_ttt_step)
         self.window.tokens += self.tokens_before[self.done_steps]
@@ -225,7 +222,7 @@ class Trainer:
         except NotFinite as error:
             raise self._not_finite(self.done_steps - error.steps_ago + 1) from None
         self.window = Window()
-        learning_rate = self.scheduler.get_last_lr()[0]
+        learning_rate = self.schedulers[0].get_last_lr()[0]
         self._write_metrics(kind="train", **found, learning_rate=learning_rate)
         self.last_shown = {"loss": found["loss"], "waiting": f"{found['waiting_share']:.0%}"}
         if "acceptance_length" in found:
@@ -294,8 +291,8 @@ class Trainer:
                 "step": self.done_steps,
                 "best": dict(self.best),
                 "model": trained_state(self.accelerator.unwrap_model(self.step)),
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
                 "metrics": self.metrics.lines,
             }
             self.checkpoints.publish(path, state)
@@ -306,8 +303,9 @@ class Trainer:
         lines: list[str] = []
         if latest := self.ranks.on_main(self.checkpoints.latest):
             state = self.ranks.agree(lambda: self._load_weights(latest))
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.scheduler.load_state_dict(state["scheduler"])
+            for name in ("optimizers", "schedulers"):
+                for part, saved in zip(getattr(self, name), state[name], strict=True):
+                    part.load_state_dict(saved)
             self.done_steps, self.best = state["step"], dict(state["best"])
             lines = state["metrics"]
             log("resumed", checkpoint=latest, step=f"{self.done_steps}/{len(self.plan)}")

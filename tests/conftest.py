@@ -200,6 +200,8 @@ def config_writer(tmp_path: Path, tiny_verifier_dir: Path) -> Callable[..., Path
         "drafter.max_position_embeddings": 1024,
         "train.num_epochs": 1,
         "train.batch_tokens": 256,
+        "train.optimizer": "adamw",  # muon rounds to bfloat16: a last bit elsewhere shows
+        "train.learning_rate": 7e-4,
     }
 
     def write(overrides: dict[str, Any] | None = None, name: str = "config.yaml") -> Path:

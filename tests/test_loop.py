@@ -13,6 +13,7 @@ from eagle3.checkpoints import KEPT_CHECKPOINTS
 from eagle3.config import TrainSection
 from eagle3.errors import ConfigError, GateError, Interrupted, StaleInputError
 from eagle3.loop import Trainer, trained_state
+from eagle3.optimizers import make_optimizers
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import stop_flag
@@ -27,6 +28,7 @@ SECTION = TrainSection(
     ttt_step_loss_decay=0.9,
     num_epochs=2,
     batch_tokens=64,
+    optimizer="adamw",
     learning_rate=1e-2,
     warmup_share=0.1,
     weight_decay=0.0,
@@ -90,7 +92,8 @@ def final(run: Trainer) -> tuple:
     for line in metrics:
         for measured in ("tokens_per_s", "waiting_share"):
             line.pop(measured, None)
-    return trained_state(run.step), run.optimizer.state_dict(), metrics, run.best
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    return trained_state(run.step), optimizers, metrics, run.best
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +103,21 @@ def undisturbed(reader, tmp_path_factory):
     return final(run), run
 
 
-@pytest.mark.parametrize("stop_at", [1, 4, 5, 8])
+@pytest.fixture(scope="module")
+def undisturbed_by_muon(reader, tmp_path_factory):
+    run = trainer(reader, tmp_path_factory.mktemp("undisturbed"), optimizer="muon")
+    run.run()
+    return final(run)
+
+
+@pytest.mark.parametrize(
+    ("stop_at", "optimizer"), [(1, "adamw"), (4, "adamw"), (5, "adamw"), (8, "adamw"), (4, "muon")]
+)
 def test_stopped_and_resumed_equals_undisturbed(
-    reader, tmp_path, undisturbed, stop_at, monkeypatch
+    reader, tmp_path, undisturbed, undisturbed_by_muon, stop_at, optimizer, monkeypatch
 ):
-    """Bit for bit: weights, optimizer, metrics, best; a stop finishes the step and saves it."""
-    stopped = trainer(reader, tmp_path / "run")
+    """Bit for bit: weights, optimizers, metrics, best; a stop finishes the step and saves it."""
+    stopped = trainer(reader, tmp_path / "run", optimizer=optimizer)
     train_step = stopped._train_step
 
     def and_stop(batch):
@@ -117,12 +129,13 @@ def test_stopped_and_resumed_equals_undisturbed(
     with pytest.raises(Interrupted):
         stopped.run()
     stop_flag.signal_name = None
-    resumed = trainer(reader, tmp_path / "run")
+    resumed = trainer(reader, tmp_path / "run", optimizer=optimizer)
     resumed.run()
     assert resumed.done_steps == len(resumed.plan) > stop_at
-    (weights, optimizer, metrics, best), expected = final(resumed), undisturbed[0]
+    expected = undisturbed_by_muon if optimizer == "muon" else undisturbed[0]
+    weights, optimizers, metrics, best = final(resumed)
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected[0].items())
-    assert str(optimizer) == str(expected[1])
+    assert str(optimizers) == str(expected[1])
     assert best == expected[3]
     # A window of the log that a stop cuts in two is shorter, so those means may differ.
     assert [m for m in metrics if m["kind"] == "validation"] == [
@@ -184,6 +197,26 @@ def test_loss_not_finite_saves_the_batch_and_keeps_the_last_good_checkpoint(read
     assert latest == run.checkpoints.of_step(3) and latest.name in caught.value.found
     state = torch.load(latest, weights_only=True)
     assert all(tensor.isfinite().all() for tensor in state["model"].values())
+
+
+def test_muon_steps_along_the_orthogonalised_momentum_of_matrices_and_adamw_on_norms():
+    """The first step's direction has singular values near 1: Newton-Schulz leaves 0.7 to 1.2."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, norm = (
+        torch.nn.Parameter(torch.randn(*size, generator=generator)) for size in [(24, 16), (16,)]
+    )
+    frozen = torch.nn.Parameter(torch.zeros(8, 8), requires_grad=False)
+    section = SECTION.model_copy(update={"optimizer": "muon", "learning_rate": 0.01})
+    muon, adamw = make_optimizers(section, [matrix, norm, frozen])
+    before = [matrix.detach().clone(), norm.detach().clone()]
+    for parameter in (matrix, norm):
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    for optimizer in (muon, adamw):
+        optimizer.step()
+    step = (before[0] - matrix.detach()) / (0.01 * 0.2 * 24**0.5)  # AdamW's size: 0.2 rms
+    assert 0.6 < torch.linalg.svdvals(step).min() <= torch.linalg.svdvals(step).max() < 1.3
+    assert torch.allclose(before[1] - norm.detach(), 0.01 * norm.grad.sign(), rtol=1e-3)
+    assert not frozen.any()
 
 
 def test_a_line_says_what_an_operator_asks(undisturbed):

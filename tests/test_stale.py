@@ -119,7 +119,7 @@ def other_values(old: Any) -> list[Any]:
         bool: [not old],
         int: [1, 2, 3],
         float: [0.25, 0.5, 2.0],
-        str: ["other", "bfloat16", "no", "human_eval", "nla", "int8"],
+        str: ["other", "bfloat16", "no", "human_eval", "nla", "int8", "muon"],
         list: [[1, 2], ["<|im_end|>"], ["wandb"]],
         type(None): ["a/path", 2],
         dict: [{"extra": 0.5}, {"heldout": 1.4}],

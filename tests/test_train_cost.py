@@ -5,9 +5,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.full_size import count, empty_batch
-from benchmarks.train_cost import step_flops
+from benchmarks.train_cost import muon_flops, step_flops
 from eagle3.batches import Batch, Row, collate
 from eagle3.config_file import load_config
+from eagle3.optimizers import make_optimizers
 from eagle3.ttt import TTTStep
 from tests.conftest import ROOT
 from tests.drafters import Drafter, open_verifier
@@ -44,6 +45,23 @@ def test_formula_counts_what_torch_counts(verifier, num_key_value_heads, flags, 
     parts = step_flops(drafter.section, len(drafter.vocab_map.d2t), batch).values()
     assert sum(part.forward for part in parts) == forward_flops
     assert sum(part.backward for part in parts) == counter.get_total_flops() - forward_flops
+
+
+def test_muon_counts_what_torch_counts(write_config):
+    config = load_config(write_config({"train.optimizer": "muon"}))
+    drafter = config.drafter
+    hidden, inner = drafter.hidden_size, drafter.intermediate_size
+    q = drafter.num_attention_heads * drafter.head_dim
+    k = drafter.num_key_value_heads * drafter.head_dim
+    shapes = [(q, 2 * hidden), (k, 2 * hidden), (k, 2 * hidden), (hidden, q), (hidden, 3 * hidden)]
+    shapes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.randn_like(matrix)
+    norm = torch.nn.Parameter(torch.ones(hidden))
+    with FlopCounterMode(display=False) as counter:
+        make_optimizers(config.train, [*matrices, norm])[0].step()
+    assert muon_flops(config) == counter.get_total_flops()
 
 
 def test_full_size_step_costs_what_the_formula_says_and_waits_for_no_value():

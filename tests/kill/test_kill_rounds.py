@@ -67,9 +67,7 @@ class Rounds(Run):
         """Note the most that shards take, half-written ones too."""
         while not until.wait(0.002):
             sizes = {  # by inode: one renamed meanwhile is seen twice
-                inode: size
-                for name, inode, size in entries(self.hidden)
-                if ".safetensors" in name
+                inode: size for name, inode, size in entries(self.hidden) if ".safetensors" in name
             }
             self.most_bytes = max(self.most_bytes, sum(sizes.values()))
 

@@ -1,0 +1,35 @@
+"""What turns gradients into steps: AdamW, or Muon for the matrices and AdamW for the norms.
+
+Muon steps along the orthogonalised momentum of a matrix (Jordan et al., kellerjordan.github.io/
+posts/muon), its steps scaled to the size of AdamW's (Liu et al., arXiv 2502.16982), so that one
+learning rate is meant for both. It keeps one moment where AdamW keeps two, and pays for each step
+five products with the matrix and two with its Gram matrix, whatever the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch.optim import AdamW, Muon, Optimizer
+
+from .config import TrainSection
+
+_MUON_MOMENTUM = 0.95
+
+
+def make_optimizers(
+    section: TrainSection, parameters: Iterable[torch.nn.Parameter]
+) -> list[Optimizer]:
+    """The optimizers of ``train.optimizer`` over the parameters that ask for gradients."""
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    settings = {"lr": section.learning_rate, "weight_decay": section.weight_decay}
+    adamw = partial(AdamW, betas=(0.9, 0.95), fused=True, **settings)
+    if section.optimizer == "adamw":
+        return [adamw(trainable)]
+    muon = partial(Muon, momentum=_MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw", **settings)
+    matrices = [parameter for parameter in trainable if parameter.ndim == 2]
+    norms = [parameter for parameter in trainable if parameter.ndim == 1]
+    assert len(matrices) + len(norms) == len(trainable)
+    return [muon(matrices), adamw(norms)]
