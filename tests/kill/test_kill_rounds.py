@@ -9,16 +9,20 @@ Each moment is printed; the seed is the test's parameter.
 from __future__ import annotations
 
 import random
+import shlex
 import threading
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from eagle3.config_file import load_config
 from eagle3.contract import Wiring
 from eagle3.fingerprint import open_verifier
 from eagle3.shard_plan import plan_shards
 from tests.conftest import config_writer
+from tests.e2e.test_train_ranks import LAUNCH
 from tests.inputs import publish_rows, publish_vocab
 from tests.kill import tally
 from tests.kill.victim import Life, Moment, Run, entries
@@ -113,3 +117,14 @@ def test_killed_anywhere_it_goes_on(seed, undisturbed, tiny_verifier_dir, tmp_pa
     # What remains of the states, and what the next stages read.
     assert sorted(path.name for path in run.hidden.glob("shard-*.safetensors")) == run.kept
     Run(run.config, "05_export").finish()
+
+
+def test_two_processes_train_the_rounds_that_one_captures(undisturbed, tiny_verifier_dir, tmp_path):
+    """The launch line in front of 04 alone; sums in another order are all that differs."""
+    run = Rounds(tmp_path, tiny_verifier_dir, in_budget=True)
+    run.words += ["--launch", shlex.join(LAUNCH)]
+    assert run.finish().count("processes=2") >= 4  # each round's plan
+    found, expected = load(run.best()), load(undisturbed[0])
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, atol=1e-4), name
