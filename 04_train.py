@@ -2,6 +2,7 @@
 
 reads   01_data/rows.safetensors, 02_hidden/shard-*.safetensors, 03_vocab/vocab_map.safetensors
 writes  04_train/best.safetensors     float32, best simulated acceptance length on validation
+        04_train/testimony.safetensors   what it supervised, aimed at and drafted on a few rows
         04_train/metrics.jsonl        loss per TTT step, accuracy per position, acceptance length
         04_train/curves.png
         04_train/checkpoints/         the last two, and the best; training state in float32
@@ -30,6 +31,7 @@ from eagle3.rows import TokenRows
 from eagle3.script import Invocation, log, run_script
 from eagle3.shard_plan import open_states, rounds_of
 from eagle3.stage import Stage
+from eagle3.testimony import TESTIMONY, testify
 from eagle3.ttt import TTTStep
 from eagle3.vocab import VocabMap
 from eagle3.warm_start import load_weights
@@ -104,9 +106,12 @@ def main(invocation: Invocation) -> None:
 
         def publish() -> None:
             publish_best(stage, trainer, config, len(vocab.d2t))
+            # For 05, which works the same out from the exported files.
+            said = testify(drafter, config.train.loss, reader, config.train.ttt_steps)
+            said.save(stage.directory / TESTIMONY)
             log("best checkpoint", **trainer.best)
             stage.commit(
-                files=["best.safetensors", "metrics.jsonl", "curves.png"],
+                files=["best.safetensors", TESTIMONY, "metrics.jsonl", "curves.png"],
                 counts={"in": rows.num_rows, "out": len(row_ids), "dropped": dropped},
                 wiring=wiring,
                 results={"best": trainer.best, "steps": trainer.done_steps},

@@ -62,7 +62,7 @@ def main(invocation: Invocation) -> None:
     if invocation.drafter:
         with Guest(config, invocation, invocation.drafter) as guest:
             report, _ = verify(config, guest.published(), guest, metrics=None)
-            return require_pass(report, guest.directory / PAGE)
+            return require_pass(report, guest.directory / PAGE, guest.findings)
     with Stage(config, "06_verify", invocation) as stage:
         if stage.done:
             return

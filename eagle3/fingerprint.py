@@ -43,11 +43,17 @@ STAGES = {
         StageSpec(
             "04_train",
             "04_train.py",
-            1,
+            2,
             ("drafter", "train"),
             ("01_data", "02_hidden", "03_vocab"),
         ),
-        StageSpec("05_export", "05_export.py", 2, (), ("03_vocab", "04_train")),
+        StageSpec(
+            "05_export",
+            "05_export.py",
+            3,
+            (),
+            ("01_data", "02_hidden", "03_vocab", "04_train"),
+        ),
         StageSpec(
             "06_verify", "06_verify.py", 2, ("verify",), ("01_data", "02_hidden", "05_export")
         ),

@@ -15,12 +15,13 @@ from .artifact import Artifact, open_artifact
 from .config import Config
 from .errors import ConfigError
 from .files import sampled_sha256, sha256_json, write_json
-from .findings import value_findings
-from .fingerprint import expected_fingerprint, open_verifier
+from .findings import Finding, value_findings
+from .fingerprint import difference, expected_fingerprint, open_verifier
 from .locks import StageLock
 from .published import Published, require_servable
 from .script import Invocation, log
 from .verifier import Verifier
+from .vocab import VocabMap
 
 _INPUTS = ("01_data", "02_hidden")
 _FILES = ("*.json", "*.safetensors")
@@ -34,6 +35,7 @@ class Guest:
         drafter: its directory.
         inputs: the run's artifacts it is verified on.
         directory: where the measurements go.
+        findings: what was odd about the drafter's files, once read.
     """
 
     config: Config
@@ -41,6 +43,7 @@ class Guest:
     drafter: Path
     inputs: dict[str, Artifact] = field(init=False)
     directory: Path = field(init=False)
+    findings: tuple[Finding, ...] = ()
 
     def __enter__(self) -> Guest:
         log.stage = "06_verify guest"
@@ -87,11 +90,37 @@ class Guest:
             GateError: an engine would serve another than the files hold.
         """
         published = Published.open(self.drafter, self.verifier)
-        findings = [
-            *published.findings,
-            *value_findings(published.load(), self.verifier.vocab_size),
-        ]
-        for finding in findings:
+        self.findings = tuple(findings_of(published, self.verifier))
+        for finding in self.findings:
             log("finding", fatal=finding.fatal, says=finding)
-        require_servable(self.drafter, findings)
+        require_servable(self.drafter, self.findings)
         return published
+
+
+def findings_of(published: Published, verifier: Verifier) -> list[Finding]:
+    """Everything odd about a drafter's files, the values and what they were exported as included.
+
+    A drafter of 05's carries its contract and its verifier's identity: its own files must not
+    contradict them. One made for another verifier may still be of use: it is only said.
+    """
+    tensors = published.load()
+    found = [*published.findings, *value_findings(tensors, verifier.vocab_size)]
+    if published.wiring is not None:
+        trained = published.wiring.to_json()
+        served = {
+            "aux_layer_ids": list(published.aux_layer_ids),
+            "drafter": published.drafter.fingerprint(),
+        }
+        if "d2t" in tensors and "t2d" in tensors:
+            served["vocab_map"] = VocabMap(tensors["d2t"], tensors["t2d"]).digest
+        found += [
+            Finding(key, f"as trained (its wiring_contract), {then}", str(now), True)
+            for key, now, then in difference(served, {key: trained[key] for key in served})
+        ]
+    identity = published.config.get("verifier_identity", {})
+    found += [
+        Finding(f"verifier_identity.{part}", f"this verifier's, {expected}", identity[part], False)
+        for part, expected in verifier.identity.items()
+        if part in identity and identity[part] != expected
+    ]
+    return found

@@ -131,6 +131,30 @@ class Replay:
         return torch.cat(blocks)
 
     @torch.inference_mode()
+    def draft_along(
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        num_steps: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As training drafts: step k goes on with the row's own token t+1+k, whatever was drafted.
+
+        Returns:
+            Drafted target ids, int64 ``[A, K]``, and how far the second best logit is below the
+            best, in units of the best (at least 1), float32 ``[A, K]``.
+        """
+        own = positions[:, None] + 2 + torch.arange(num_steps)
+        own = input_ids[own.clamp_max(len(input_ids) - 1)].to(self.device)
+        ids, margins = [], []
+        for chain in self._chains(input_ids, aux_hidden_states, positions, num_steps, own):
+            best = [logits.float().topk(2) for logits in chain]
+            ids.append(torch.stack([self.target_ids[step.indices[:, 0]] for step in best], dim=1))
+            values = torch.stack([step.values for step in best], dim=1)  # [A, K, 2]
+            margins.append((values[..., 0] - values[..., 1]) / values[..., 0].abs().clamp_min(1))
+        return torch.cat(ids).cpu(), torch.cat(margins).cpu()
+
+    @torch.inference_mode()
     def top(
         self,
         input_ids: torch.Tensor,
@@ -156,15 +180,22 @@ class Replay:
         aux_hidden_states: torch.Tensor,
         positions: torch.Tensor,
         num_draft_tokens: int,
+        tokens: torch.Tensor | None = None,
     ) -> Iterator[Iterator[torch.Tensor]]:
-        """For each block of positions, the logits of its chains, step by step."""
+        """For each block of positions, the logits of its chains, step by step.
+
+        Args:
+            tokens: int64 ``[A, K]``, what the steps go on with instead of their own drafts.
+        """
         states_nH = self._combine(aux_hidden_states[:-1].to(self.device, self.dtype).flatten(1))
         embeds_nH = self.embed_tokens[input_ids[1:].to(self.device)]  # token t+1 beside state t
         layer_input, residual_nH = self._layer_input(embeds_nH, states_nH)
         every = torch.arange(len(states_nH), device=self.device)
         prefix = self._keys_values(layer_input, every)
-        for asked in positions.split(_DRAFTS_AT_ONCE):
-            chain = self._chain(prefix, layer_input[asked], residual_nH[asked], asked)
+        blocks = positions.split(_DRAFTS_AT_ONCE)
+        given = [None] * len(blocks) if tokens is None else tokens.split(_DRAFTS_AT_ONCE)
+        for asked, ids in zip(blocks, given, strict=True):
+            chain = self._chain(prefix, layer_input[asked], residual_nH[asked], asked, ids)
             yield islice(chain, num_draft_tokens)
 
     def _chain(
@@ -173,6 +204,7 @@ class Replay:
         layer_input: torch.Tensor,
         residual_AH: torch.Tensor,
         asked: torch.Tensor,
+        tokens: torch.Tensor | None,
     ) -> Iterator[torch.Tensor]:
         """Yield the logits of step 0, 1, ..., each ``[A, draft_vocab_size]``, of a block."""
         chain_keys: list[torch.Tensor] = []
@@ -192,7 +224,8 @@ class Replay:
             yield logits
 
             step += 1
-            drafted = self.target_ids[logits.argmax(-1)]
+            own = self.target_ids[logits.argmax(-1)]
+            drafted = own if tokens is None else tokens[:, step - 1]
             state_AH = normed_AH if self.norm_output else state_AH
             layer_input, residual_AH = self._layer_input(self.embed_tokens[drafted], state_AH)
             key, value = self._keys_values(layer_input, asked + step)

@@ -40,11 +40,13 @@ class StepResult:
         loss_per_ttt_step: ``[K]``, those means, detached.
         matches: bool ``[K, S]``, the drafted token is the row's token (False where not valid);
             None where nobody asked.
+        drafts: int64 ``[K, S]``, the target ids drafted (anything where not valid); None likewise.
     """
 
     loss: torch.Tensor
     loss_per_ttt_step: torch.Tensor
     matches: torch.Tensor | None
+    drafts: torch.Tensor | None
 
 
 class TTTStep(nn.Module):
@@ -94,7 +96,7 @@ class TTTStep(nn.Module):
         projected = embeds_q + linear(normed, hidden_weight[:q_width])
         chain_keys: list[torch.Tensor] = []
         chain_values: list[torch.Tensor] = []
-        losses, matches = [], []
+        losses, drafts = [], []
         for k in range(len(batch.valid)):
             rotation = self._rotation(batch.position_ids[supervised] + k)
             if k > 0:
@@ -117,18 +119,27 @@ class TTTStep(nn.Module):
             index = batch.target_index[k]
             losses.append(HeadLoss.apply(normed, head, targets, index, weights, self.loss))
             if with_matches:
-                found = self.target_ids[drafted(normed, head)]
-                matches.append((found == batch.next_token_ids[k]) & batch.valid[k])
+                drafts.append(self.target_ids[drafted(normed, head)])
         total = sum(self.decay**k * loss for k, loss in enumerate(losses))
-        found = torch.stack(matches) if matches else None
-        return StepResult(total, torch.stack(losses).detach(), found)
+        found = torch.stack(drafts) if drafts else None
+        matches = None if found is None else (found == batch.next_token_ids) & batch.valid
+        return StepResult(total, torch.stack(losses).detach(), matches, found)
+
+    @torch.no_grad()
+    def aims(self, batch: Batch) -> torch.Tensor:
+        """Target ids the loss pulls towards, int64 ``[K, S]``: the likeliest of the targets."""
+        head = self._frozen_head(self.drafter.verifier_lm_head.weight)
+        return self.target_ids[drafted(self._target_states(batch), head)][batch.target_index]
 
     @torch.no_grad()
     def _targets(self, batch: Batch, head: torch.Tensor) -> Targets:
-        model = self.drafter
-        states = model.verifier_norm(batch.last_hidden_states.to(model.verifier_norm.weight.dtype))
-        verifier_head = self._frozen_head(model.verifier_lm_head.weight)
-        return Targets.of(states.to(head.dtype), verifier_head, head, self.loss)
+        verifier_head = self._frozen_head(self.drafter.verifier_lm_head.weight)
+        return Targets.of(self._target_states(batch).to(head.dtype), verifier_head, head, self.loss)
+
+    def _target_states(self, batch: Batch) -> torch.Tensor:
+        """The verifier's last states, normed, ``[S, H]``."""
+        norm = self.drafter.verifier_norm
+        return norm(batch.last_hidden_states.to(norm.weight.dtype))
 
     def _frozen_head(self, weight: torch.Tensor) -> torch.Tensor:
         """A head in the compute dtype, cast once: no step changes it."""

@@ -42,22 +42,27 @@ def publish_rows(config_path: Path, num_rows: int, num_validation: int) -> Token
     return rows
 
 
-def publish_shards(config_path: Path, rows: TokenRows) -> None:
+def publish_shards(config_path: Path, rows: TokenRows, lean: float = 2) -> None:
     """02: random states of the rows, the last one leaning to one token: that can be learned."""
     config, invocation = _open(config_path)
     with Stage(config, "02_hidden", invocation) as stage:
         wiring = Wiring.at_capture(config, stage.verifier)
         plan = plan_shards(rows, config, wiring)
         for shard in plan:
-            publish_shard(stage.directory, shard, rows, wiring, stage.verifier)
+            publish_shard(stage.directory, shard, rows, wiring, stage.verifier, lean)
         stage.commit(files=[shard.name for shard in plan], counts={}, wiring=wiring)
 
 
 def publish_shard(
-    directory: Path, shard: PlannedShard, rows: TokenRows, wiring: Wiring, verifier: Verifier
+    directory: Path,
+    shard: PlannedShard,
+    rows: TokenRows,
+    wiring: Wiring,
+    verifier: Verifier,
+    lean: float = 2,
 ) -> None:
     """One shard of such states, the same whenever it is made."""
-    lean = verifier.lm_head()[_FAVOURITE] / verifier.final_norm()
+    favourite = verifier.lm_head()[_FAVOURITE] / verifier.final_norm()
     buffer = ShardBuffer.allocate(
         shard.row_ids,
         [int(rows.lengths[i]) for i in shard.row_ids],
@@ -70,7 +75,7 @@ def publish_shard(
     generator = torch.Generator().manual_seed(shard.row_ids[0])
     size = (len(wiring.aux_layer_ids) + 1, shard.num_tokens, wiring.hidden_size)
     states = torch.randn(size, generator=generator)
-    states[-1] += 2 * lean / lean.square().mean().sqrt()
+    states[-1] += lean * favourite / favourite.square().mean().sqrt()
     ids = torch.from_numpy(np.concatenate([rows.row(i)[0] for i in shard.row_ids]))
     states = states.to(getattr(torch, wiring.dtype))
     buffer.put(torch.arange(len(ids)), ids, list(states))

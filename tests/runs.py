@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -87,3 +89,11 @@ def start_script(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         **{**streams, **popen},
     )
+
+
+def load_script(name: str) -> ModuleType:
+    """One of the six, as a module: ``load_script("05_export.py").main(invocation)``."""
+    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -146,7 +146,7 @@ EXPORT = [
         "num_attention_heads",
         "head_dim",
     ),
-    Sabotage("RoPE theta another", set_rope(rope_theta=1e6), "rope_theta", False),
+    Sabotage("RoPE theta another", set_rope(rope_theta=1e6), "rope_theta", True),
     Sabotage(
         "RoPE scaling dropped",
         in_config(
@@ -155,17 +155,17 @@ EXPORT = [
             )
         ),
         "rope_parameters",
-        False,
+        "rope_scaling",
     ),
-    Sabotage("RoPE factor another", set_rope(factor=2.0), "factor", False),
+    Sabotage("RoPE factor another", set_rope(factor=2.0), "factor", True),
     Sabotage(
         "RoPE parameters missing",
         in_config(lambda c, layer: layer.pop("rope_parameters")),
         "rope_parameters",
-        False,
+        "rope_scaling",
     ),
-    Sabotage("norm epsilon another", set_layer(rms_norm_eps=1e-6), "rms_norm_eps", False),
-    Sabotage("aux ids off by one", set_ids([2, 3, 4]), IDS, False),
+    Sabotage("norm epsilon another", set_layer(rms_norm_eps=1e-6), "rms_norm_eps", True),
+    Sabotage("aux ids off by one", set_ids([2, 3, 4]), IDS, "aux_layer_ids"),
     Sabotage("aux ids permuted", set_ids([2, 1, 3]), IDS, True),
     Sabotage("two aux ids", set_ids([1, 3]), IDS, True),
     Sabotage("four aux ids, the last state's among them", set_ids([1, 2, 3, 4]), IDS, True),
@@ -199,7 +199,7 @@ EXPORT = [
     Sabotage("d2t shifted by one", put("d2t", lambda t: t["d2t"].roll(1)), "d2t", True),
     Sabotage("d2t zeros", put("d2t", lambda t: torch.zeros_like(t["d2t"])), "d2t", True),
     Sabotage("d2t missing", drop("d2t"), "d2t", True),
-    Sabotage("d2t and t2d from another map", in_weights(other_map), "d2t", False),
+    Sabotage("d2t and t2d from another map", in_weights(other_map), "d2t", "vocab_map"),
     Sabotage("t2d disagrees with d2t", put("t2d", lambda t: t["t2d"].roll(1)), "d2t", True),
     Sabotage("t2d missing", drop("t2d"), "t2d", False),
     Sabotage(
@@ -246,7 +246,7 @@ EXPORT = [
         "norm_output on",
         in_config(lambda c, layer: c.update(norm_output=True)),
         "norm_output",
-        False,
+        True,
     ),
     Sabotage(
         "norm_before_fc on",
@@ -259,7 +259,7 @@ EXPORT = [
         "norm_before_residual on",
         in_config(lambda c, layer: c.update(norm_before_residual=True)),
         "norm_before_residual",
-        False,
+        True,
     ),
     Sabotage(
         "norm_before_residual absent (vLLM takes true)",
@@ -314,7 +314,7 @@ EXPORT = [
         "max_position_embeddings too small",
         set_layer(max_position_embeddings=64),
         "max_position_embeddings",
-        False,
+        True,
     ),
     Sabotage(
         "a sliding window nobody serves", set_layer(sliding_window=512), "sliding_window", False
@@ -350,7 +350,7 @@ EXPORT = [
         "the contract of another drafter",
         in_config(lambda c, layer: c["wiring_contract"].update(vocab_map="0" * 64)),
         "wiring_contract.vocab_map",
-        False,
+        "vocab_map",
     ),
 ]
 

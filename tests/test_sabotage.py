@@ -6,29 +6,34 @@ computing or serving can show are in tests/e2e/test_sabotage_served.py.
 
 from __future__ import annotations
 
-import importlib.util
+import copy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 from drafters import GEOMETRY, Drafter
 from drafters import open_verifier as open_drafters_verifier
 from inputs import publish_rows, publish_shards
+from runs import load_script
 from sabotages import BOTH, EXPORT, UPSTREAM, Sabotage, Upstream
+from training_sabotages import TRAINING
 
+from eagle3 import testimony
+from eagle3.batches import RowReader
 from eagle3.config_file import load_config
 from eagle3.errors import ConfigError, GateError, StaleInputError
 from eagle3.files import write_tensors
-from eagle3.findings import value_findings
 from eagle3.fingerprint import open_verifier
 from eagle3.flat import speculators_name
+from eagle3.guest import findings_of
 from eagle3.published import Published, require_servable
+from eagle3.rows import TokenRows
 from eagle3.script import Invocation
+from eagle3.shard_plan import open_states
 from eagle3.stage import Stage
 
-ROOT = Path(__file__).resolve().parent.parent
 # Multi-head, so that q and k have one shape; scaled RoPE, so that scaling can be lost.
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 DRAFTER = {**GEOMETRY, "num_key_value_heads": 4, "rope_scaling": YARN}
@@ -42,6 +47,19 @@ class Run:
         self.verifier_dir = drafter.verifier.directory
         self.config = load_config(config_path)
         self.export = self.config.run_dir / "05_export"
+
+    def train(self, model: Any, overrides: tuple[str, ...] = ()) -> None:
+        """04, the training left out: the weights, and what the training code does with them."""
+        config = load_config(self.config_path, overrides)
+        invocation = Invocation("test", self.config_path, overrides, check=False, redo=True)
+        with Stage(config, "04_train", invocation) as stage:
+            rows = TokenRows.load(stage.inputs["01_data"].path("rows.safetensors"))
+            reader = RowReader(rows, open_states(stage.inputs["02_hidden"], rows, config))
+            write_tensors(stage.directory / "best.safetensors", self.drafter.state_dict())
+            said = testimony.testify(model, config.train.loss, reader, config.train.ttt_steps)
+            said.save(stage.directory / testimony.TESTIMONY)
+            files = ["best.safetensors", testimony.TESTIMONY]
+            stage.commit(files=files, counts={}, wiring=self.drafter.wiring)
 
     def run_05(
         self,
@@ -63,13 +81,6 @@ class Run:
         )
 
 
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name.removesuffix(".py"), ROOT / name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def made(tiny_verifier_dir, tmp_path_factory) -> Run:
     """The run, made once; ``run`` copies nothing of it, it starts 05 afresh."""
@@ -85,15 +96,13 @@ def made(tiny_verifier_dir, tmp_path_factory) -> Run:
         open_drafters_verifier(verifier_dir), num_key_value_heads=4, rope_scaling=YARN
     )
     rows = publish_rows(path, 12, 4)
-    publish_shards(path, rows)
+    publish_shards(path, rows, lean=0)
     run = Run(path, drafter)
     invocation = Invocation("test", path, (), check=False, redo=False)
     with Stage(run.config, "03_vocab", invocation) as stage:
         drafter.vocab_map.save(stage.directory / "vocab_map.safetensors")
         stage.commit(files=["vocab_map.safetensors"], counts={})
-    with Stage(run.config, "04_train", invocation) as stage:
-        write_tensors(stage.directory / "best.safetensors", drafter.state_dict())
-        stage.commit(files=["best.safetensors"], counts={}, wiring=drafter.wiring)
+    run.train(copy.deepcopy(drafter.model))
     return run
 
 
@@ -107,9 +116,7 @@ def test_the_good_drafter_passes_in_both_forms(run):
     run.run_05()
     for form in BOTH:
         published = Published.open(run.export / form, run.drafter.verifier)
-        tensors = published.load()
-        assert [f for f in published.findings if f.fatal] == []
-        assert value_findings(tensors, published.vocab_size) == []
+        assert [f for f in findings_of(published, run.drafter.verifier) if f.fatal] == []
 
 
 CASES = [(sabotage, form) for sabotage in EXPORT for form in sabotage.forms]
@@ -138,8 +145,7 @@ def test_what_is_noticed_without_the_run(run, tmp_path, sabotage: Sabotage, form
     sabotage.apply(directory)
     try:
         published = Published.open(directory, run.drafter.verifier)
-        findings = [*published.findings, *value_findings(published.load(), published.vocab_size)]
-        require_servable(directory, findings)
+        require_servable(directory, findings_of(published, run.drafter.verifier))
     except (ConfigError, GateError) as error:
         assert sabotage.alone, error
         named = sabotage.names if sabotage.alone is True else sabotage.alone
@@ -168,6 +174,23 @@ def test_what_changed_since_is_refused_by_name(run, upstream: Upstream):
     assert not (run.export / "manifest.json").exists()
 
 
+@pytest.mark.parametrize("sabotage", TRAINING, ids=lambda sabotage: sabotage.name)
+def test_what_training_did_otherwise_is_named(run, tmp_path, monkeypatch, sabotage):
+    """The files are what 04 published and the config says; what training did is not."""
+    shutil.copytree(run.config.run_dir, tmp_path / "runs" / run.config.run_dir.name)
+    overrides = (f"run.dir={tmp_path / 'runs'}",)
+    model = copy.deepcopy(run.drafter.model)
+    with monkeypatch.context() as patch:
+        sabotage.apply(patch, model)
+        run.train(model, overrides)
+    with pytest.raises(GateError) as refused:
+        run.run_05(overrides=overrides)
+    error = refused.value
+    assert "testimony.safetensors" in error.where and sabotage.names in error.where, error
+    if sabotage.step is not None:
+        assert f"TTT step {sabotage.step}" in error.where, error
+
+
 def test_there_are_enough_of_them():
-    names = [sabotage.name for sabotage in (*EXPORT, *UPSTREAM)]
+    names = [sabotage.name for sabotage in (*EXPORT, *UPSTREAM, *TRAINING)]
     assert len(set(names)) == len(names) >= 30
