@@ -3,6 +3,7 @@
 #   make setup   the environment alone (about 2 minutes, 4 GB)
 #   make demo    a working drafter for SmolLM2-135M on CPU: scripts 01 to 06
 #   make test    the tests
+#   make test-sabotage   a working drafter broken in a hundred ways, one at a time
 #   make test-kill   kills, stops, full disks and damage on real stages, a hundred kills and more
 #
 # Every target may be interrupted and run again: what is finished is not done twice.
@@ -12,7 +13,7 @@ CONFIG = configs/smollm2_cpu.yaml
 SETUP_DONE = .venv/setup-done
 TORCH = $(shell grep '^torch==' requirements-cpu.txt)
 
-.PHONY: help setup demo test test-kill
+.PHONY: help setup demo test test-kill test-sabotage
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,3 +49,8 @@ test: setup
 
 test-kill: setup
 	.venv/bin/python -m pytest --durations=12 -s -m kill tests/kill
+
+# Those that need no engine are part of `make test` too.
+test-sabotage: setup
+	.venv/bin/python -m pytest --durations=12 tests/test_sabotage.py tests/test_verification_table.py \
+		tests/e2e/test_sabotage_served.py
