@@ -13,9 +13,10 @@ writes  05_export/drafter/    for vLLM: speculators' format
 
 Every tensor's name, shape and dtype is compared with a table computed from the config alone, its
 values with 04's, and speculators' loader and vLLM's config code open the result. A replay of the
-result then drafts on a few validation rows what training said it drafts there. Where SGLang cannot be told which layers this drafter reads, its directory is left out and the log says why.
-Takes a minute (imports, mostly); disk is the drafter's, 2 bytes a parameter, for each directory. If
-it stops, run the same command again.
+result then drafts on a few validation rows what training said it drafts there. Where SGLang cannot
+be told which layers this drafter reads, its directory is left out and the log says why.
+A minute, imports mostly; at Kimi's size some minutes and 25 GB of memory, the replay being float32
+on the CPU. Disk is 2 bytes a parameter for each directory. If it stops, run the same command again.
 """
 
 from __future__ import annotations

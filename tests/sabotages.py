@@ -227,6 +227,12 @@ EXPORT = [
         "lm_head.weight",
         False,
     ),
+    Sabotage(
+        "lm_head of another verifier",
+        put("lm_head.weight", lambda t: t["lm_head.weight"].roll(1, 1)),
+        "lm_head.weight",
+        False,
+    ),
     Sabotage("fc missing", drop("fc.weight"), "fc.weight", True),
     Sabotage(
         "fc's states in another order",

@@ -54,7 +54,7 @@ class ServedSabotage:
 
 # The directory is changed between 06's check of it and vLLM: as if vLLM read it otherwise.
 READ_OTHERWISE = [
-    ServedSabotage("vLLM derives head_dim", in_config(lambda c, layer: layer.pop("head_dim"))),
+    ServedSabotage("vLLM takes half the head_dim", set_layer(head_dim=32)),
     ServedSabotage("vLLM takes another RoPE theta", set_rope(rope_theta=100.0)),
     ServedSabotage(
         "vLLM takes norm_before_residual for true",
@@ -125,7 +125,7 @@ GUESTS = [
     ServedSabotage("gate and up swapped", swap(GATE, UP), names=ALIKE),
     ServedSabotage(
         "q's heads in another order",
-        put(Q, lambda t: t[Q].unflatten(0, (4, 32)).flip(0).flatten(0, 1)),
+        put(Q, lambda t: t[Q].unflatten(0, (4, -1)).flip(0).flatten(0, 1)),
         names=ALIKE,
     ),
 ]

@@ -42,9 +42,11 @@ SETTINGS = {
     "evaluation.prompt_sets": [{"kind": "package", "name": "chatterbot", "max_conversations": 12}],
     "evaluation.max_new_tokens": 32,
     "drafter.num_key_value_heads": 4,
+    "drafter.head_dim": 64,
     "train.mixed_precision": "no",
     "train.learning_rate": 3.0e-3,
     "train.num_epochs": 12,
+    "train.validations_per_epoch": 1,
     "verify.gates.min_acceptance_length": {"heldout": 1.25, "chatterbot": 1.2},
 }
 
