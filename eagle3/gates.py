@@ -20,8 +20,9 @@ _MAX_DIFFERING_DRAFTS = 0.05
 # Gates that fail where vLLM serves another drafter than the replay reads.
 _OF_TWO_DRAFTERS = ("predicted", "interval", "differing")
 _SERVED_AS_IT_IS = (
-    "vLLM's drafts are the replay's, so these files are served as they are: the drafter is poor, or "
-    "was trained on something else than is served (layers, alignment, vocabulary, template, verifier)"
+    "vLLM's drafts are the replay's, so these files are served as they are: the drafter is poor, "
+    "or was trained on something else than is served (layers, alignment, vocabulary, template, "
+    "verifier)"
 )
 
 

@@ -169,7 +169,7 @@ def require_same(
             at,
             f"{where}: the token drafted in row {row_id}",
             "the exported drafter's draft",
-            "aux states and their order, RoPE, head_dim, norms, weights, embedding, vocabulary map; "
+            "aux states and their order, RoPE, head_dim, norms, weights, embedding, vocabulary; "
             "where TTT step 0 is right, norm_output and the positions of the chain",
         )
     return int(said.valid.sum())

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from eagle3.export import CONFIG
 from tests.sabotages import (
     GATE,
     HIDDEN_NORM,
     INPUT_NORM,
+    UP,
     Q,
     Tensors,
-    UP,
     drop,
     in_config,
     in_weights,
@@ -30,8 +32,6 @@ from tests.sabotages import (
     set_rope,
     swap,
 )
-
-from eagle3.export import CONFIG
 
 APART, ALIKE = "vLLM drafted", "served as they are"
 

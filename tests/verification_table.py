@@ -1,6 +1,6 @@
 """The table of docs/verification.md, from the lists the tests run on.
 
-    python -m tests.verification_table      writes it anew
+python -m tests.verification_table      writes it anew
 """
 
 from __future__ import annotations
