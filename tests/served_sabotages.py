@@ -122,9 +122,9 @@ GUESTS = [
     ServedSabotage(
         "input_layernorm and hidden_norm swapped", swap(INPUT_NORM, HIDDEN_NORM), names=ALIKE
     ),
-    ServedSabotage("gate and up swapped", swap(GATE, UP), names=ALIKE),
+    ServedSabotage("its gate and up swapped", swap(GATE, UP), names=ALIKE),
     ServedSabotage(
-        "q's heads in another order",
+        "its heads of q in another order",
         put(Q, lambda t: t[Q].unflatten(0, (4, -1)).flip(0).flatten(0, 1)),
         names=ALIKE,
     ),
