@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from .errors import GateError
 from .files import write_tensors
 from .intervals import Counts
 
@@ -75,6 +76,9 @@ def emitted_answers(
 
     Args:
         answers: as the engine returned them, cut at their end.
+
+    Raises:
+        GateError: a step was made without a draft, so nothing is recorded of it.
     """
     emitted = []
     for request, answer in enumerate(answers):
@@ -87,7 +91,17 @@ def emitted_answers(
             token_ids += step
             if recorded.num_verified[row]:
                 num_accepted.append(len(step) - 1)
-        assert token_ids[: len(answer)] == list(answer), f"request {request} was recorded in part"
+        if token_ids[: len(answer)] != list(answer):
+            same = (ours == theirs for ours, theirs in zip(token_ids, answer, strict=False))
+            place = next((i for i, is_same in enumerate(same) if not is_same), len(token_ids))
+            raise GateError(
+                "vLLM went on without drafting",
+                where=f"the answer to prompt {request}, token {place}",
+                expected="a draft after every step",
+                found="none: it drafts for nobody while a request reaches beyond the drafter's "
+                "max_position_embeddings",
+                fix="set drafter.max_position_embeddings to the verifier's context, export again",
+            )
         emitted.append(EmittedAnswer(tuple(token_ids), tuple(num_accepted)))
     return emitted
 

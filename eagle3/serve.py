@@ -167,8 +167,8 @@ def serve_with(
         num_speculative_tokens=num_drafted,
         max_num_seqs=concurrency,
     )
-    serve_sets(engine, sets, concurrency, num_drafted)
-    engine.close()
+    with closing(engine):
+        serve_sets(engine, sets, concurrency, num_drafted)
 
 
 def serve_without(
@@ -182,11 +182,10 @@ def serve_without(
     if all(path.is_file() for each in sets for path in each.paths):
         return
     concurrency = config.verify.concurrency
-    engine = Engine(config, verifier, max_num_seqs=concurrency)
-    serve_sets(engine, [each for each in sets if each.is_greedy], concurrency, 0)
     wiring = replace(Wiring.at_capture(config, verifier), aux_layer_ids=aux_layer_ids)
-    capture_served(engine, wiring, head, sets)
-    engine.close()
+    with closing(Engine(config, verifier, max_num_seqs=concurrency)) as engine:
+        serve_sets(engine, [each for each in sets if each.is_greedy], concurrency, 0)
+        capture_served(engine, wiring, head, sets)
 
 
 def serve_sets(

@@ -42,13 +42,14 @@ class ServedSabotage:
 
     Attributes:
         apply: makes it, in a directory.
-        position: of the chain, at which vLLM's drafts and the replay's first part.
+        position: of the chain, at which vLLM's drafts and the replay's first part; None where it
+            does not come to that.
         names: what 06's error must say.
     """
 
     name: str
     apply: Callable[[Path], None]
-    position: int = 0
+    position: int | None = 0
     names: str = APART
 
 
@@ -70,8 +71,10 @@ READ_OTHERWISE = [
         position=1,
     ),
     ServedSabotage(
-        "vLLM stops trusting drafts at max_position_embeddings",
+        "vLLM stops drafting at max_position_embeddings",
         set_layer(max_position_embeddings=64),
+        position=None,
+        names="max_position_embeddings",
     ),
 ]
 

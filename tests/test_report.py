@@ -62,7 +62,7 @@ def measured(seed: int, served: Counts | None = None, first: Any = None) -> Meas
         recorded=served,
         baseline=ServedRun(answers, 4.0, None, tuple(replace(s, seconds=0.02) for s in steps)),
         predicted=predicted,
-        agreement=Agreement(none + 50, none + 44, none + 5, {7: 4} if first else {}, first),
+        agreement=Agreement(none + 50, none + 44, none + 6, {7: 4} if first else {}, first),
     )
 
 

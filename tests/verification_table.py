@@ -38,7 +38,14 @@ def rows() -> dict[str, list[Row]]:
             for each in CAPTURE
         ],
         "vLLM reads the files otherwise": [
-            (each.name, "06, served", _draft(each.position)) for each in READ_OTHERWISE
+            (
+                each.name,
+                "06, served",
+                f"prompt, token, `{each.names}`"
+                if each.position is None
+                else _draft(each.position),
+            )
+            for each in READ_OTHERWISE
         ],
         "Somebody else's drafter, its files in order": [
             (
