@@ -202,6 +202,7 @@ def config_writer(tmp_path: Path, tiny_verifier_dir: Path) -> Callable[..., Path
         "train.batch_tokens": 256,
         "train.optimizer": "adamw",  # muon rounds to bfloat16: a last bit elsewhere shows
         "train.learning_rate": 7e-4,
+        "train.validations_per_epoch": 2,
     }
 
     def write(overrides: dict[str, Any] | None = None, name: str = "config.yaml") -> Path:
