@@ -25,7 +25,7 @@ from eagle3.script import log
 
 TRAIN_TOKENS = 64_000
 SEEDS = (0, 1, 2)
-RATES = ("2.0e-3", "4.0e-3", "8.0e-3")
+RATES = ("2.5e-3", "5.0e-3", "1.0e-2")
 # Its defaults: norms of EAGLE-3, which EAGLE-3.1 moved.
 SPECULATORS = (
     "drafter.norm_before_residual=true",
@@ -34,7 +34,7 @@ SPECULATORS = (
 )
 SIDES: dict[str, tuple[str, ...]] = {"ours": (), "speculators": SPECULATORS}
 CHOICES: dict[str, tuple[str, ...]] = {
-    "adamw": ("train.optimizer=adamw", "train.learning_rate=7.0e-4"),
+    "adamw": ("train.optimizer=adamw", "train.learning_rate=7.0e-4", "train.batch_tokens=512"),
     "no_norms": ("drafter.fc_norm=false", "drafter.norm_output=false"),
     "lk_hybrid": ("train.loss=lk_hybrid",),
     "nla": ("train.loss=nla",),
@@ -46,8 +46,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layers_15_22_27": ("capture.aux_layer_ids=[15, 22, 27]",),
     "layers_15_27": ("capture.aux_layer_ids=[15, 27]",),
     "int8": ("capture.state_dtype=int8",),
-    "batch_256": ("train.batch_tokens=256",),
-    "batch_1024": ("train.batch_tokens=1024",),
+    "batch_512": ("train.batch_tokens=512",),
+    "batch_2048": ("train.batch_tokens=2048",),
 }
 CURVE_TOKENS = (16_000, 32_000, 128_000)
 SAME_TIME = "speculators_same_time"
