@@ -250,4 +250,6 @@ def _same(ours: Any, theirs: Any) -> bool:
         return torch.equal(ours, theirs)
     if isinstance(ours, dict):
         return ours.keys() == theirs.keys() and all(_same(ours[k], theirs[k]) for k in ours)
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(_same, ours, theirs))
     return ours == theirs
