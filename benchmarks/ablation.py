@@ -1,8 +1,8 @@
 """What each choice of the recipe is worth, by served acceptance length at equal training tokens.
 
-    python -m benchmarks.ablation configs/smollm2_cpu.yaml            # every row, one after the other
+    python -m benchmarks.ablation configs/smollm2_cpu.yaml            # every row, one by one
     python -m benchmarks.ablation configs/smollm2_cpu.yaml ROW SEED   # one row
-    python -m benchmarks.ablation configs/smollm2_cpu.yaml table      # what has been measured so far
+    python -m benchmarks.ablation configs/smollm2_cpu.yaml table      # what has been measured
 
 Needs the run's 01 to 03. A row trains a fresh drafter, exports it and serves the held-out and the
 MT-Bench prompts greedily, as 06 does (``benchmarks/recipes.py``). Both sides go over the same

@@ -126,7 +126,7 @@ class SomeLayers(RowReader):
 
 
 def first_tokens(config: Config, rows: TokenRows, num_tokens: int) -> list[list[int]]:
-    """The first batches of the training plan, so many tokens in all; more passes if it takes them."""
+    """The first batches of the training plan, so many tokens in all, in several passes if need be."""
     train_rows, batch_tokens = trainable_rows(rows)[0], config.train.batch_tokens
     found: list[list[int]] = []
     left, epoch = num_tokens, 0

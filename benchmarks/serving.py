@@ -10,9 +10,9 @@ writes  runs/<name>/bench/k<K>/               what was served with K drafted tok
 
 Greedy, answers as long as in 06. Held-out prompts at every concurrency with verify's drafted tokens
 and without a drafter, the other sets at verify's concurrency, and the held-out prompts with 1 to 7
-drafted tokens, there and at concurrency 1. A quarter of an hour on two cores; if it stops, run it
-again: what was served is kept. For another drafter of the same run the directory must be removed
-first.
+drafted tokens there and with 1 to 4 at concurrency 1. A quarter of an hour on two cores; if it
+stops, run it again: what was served is kept. For another drafter of the same run the directory must
+be removed first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from eagle3.fingerprint import open_verifier
 from eagle3.gates import MAIN_SET
 from eagle3.script import Invocation, log, run_script
 from eagle3.selection import fitting
-from eagle3.serve import PromptSet, ServedRun, serve_sets
+from eagle3.serve import PromptSet, ServedRun, serve, serve_sets
 from eagle3.verifier import Verifier
 
 from .serving_report import BY_DRAFTED, write_report
@@ -46,7 +46,8 @@ from .serving_report import BY_DRAFTED, write_report
 PACKAGES = ("mt_bench", "human_eval", "gsm8k")
 CONCURRENCIES = (1, 2, 4, 8)
 DRAFTED_TOKENS = (1, 2, 3, 4, 5, 6, 7)
-NUM_SWEPT = 16  # prompts for each concurrency: minutes at concurrency 1
+ALONE_DRAFTED_TOKENS = (1, 2, 3, 4)  # at concurrency 1
+NUM_SWEPT = 32  # prompts for each concurrency: minutes at concurrency 1
 NUM_BLOCKS = 20  # stretches of a run that its speed's interval is drawn from
 
 
@@ -58,6 +59,11 @@ class Unit:
     concurrency: int
     drafted_tokens: int
     prompts: list[list[int]]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its speed is compared with that without a drafter."""
+        return self.drafted_tokens > 0 and self.name != BY_DRAFTED
 
     def prompt_set(self, directory: Path, max_new_tokens: int) -> PromptSet:
         return PromptSet(
@@ -155,7 +161,7 @@ def plan(config: Config, sets: dict[str, list[list[int]]]) -> Iterator[Unit]:
             yield Unit(MAIN_SET, each, drafted, sets[MAIN_SET][:NUM_SWEPT])
         for name in PACKAGES:
             yield Unit(name, concurrency, drafted, sets[name])
-    for drafted in set(DRAFTED_TOKENS) - {num_drafted}:
+    for drafted in set(ALONE_DRAFTED_TOKENS) - {num_drafted}:
         yield Unit(MAIN_SET, CONCURRENCIES[0], drafted, sets[MAIN_SET][:NUM_SWEPT])
     served_by_06 = sets[MAIN_SET][: config.verify.prompts_per_set]
     for drafted in DRAFTED_TOKENS:
@@ -168,6 +174,7 @@ def serve_units(
     """Serve units of one number of drafted tokens, in one engine if any is not served yet."""
     num_drafted = next(iter(sets)).drafted_tokens
     paths = [each.served_path if num_drafted else each.baseline_path for each in sets.values()]
+    paths += [timed_path(sets[unit]) for unit in sets if unit.is_timed]
     if all(path.is_file() for path in paths):
         return
     engine = Engine(
@@ -179,13 +186,22 @@ def serve_units(
     )
     for unit, prompt_set in sets.items():
         serve_sets(engine, [prompt_set], unit.concurrency, num_drafted)
+        if unit.is_timed and not timed_path(prompt_set).is_file():
+            # Drafts are recorded at a cost of their own: speed is that of a run without it.
+            serve(engine, prompt_set, unit.concurrency, 0).save(timed_path(prompt_set))
     engine.close()
+
+
+def timed_path(prompt_set: PromptSet) -> Path:
+    """The set served with the drafter once more, nothing recorded."""
+    return prompt_set.directory / f"timed_{prompt_set.name}.json"
 
 
 def row(unit: Unit, prompt_set: PromptSet) -> dict[str, Any]:
     """What a unit measured, prompt by prompt and stretch by stretch."""
     drafted = unit.drafted_tokens
     run = ServedRun.load(prompt_set.served_path if drafted else prompt_set.baseline_path)
+    timed = ServedRun.load(timed_path(prompt_set)) if unit.is_timed else run
     value: dict[str, Any] = {
         "set": unit.name,
         "concurrency": unit.concurrency,
@@ -193,15 +209,15 @@ def row(unit: Unit, prompt_set: PromptSet) -> dict[str, Any]:
         "prompts": sha256_json(unit.prompts),
         "num_answers": len(run.answers),
         "num_tokens": run.num_tokens,
-        "tokens_per_s": run.tokens_per_s,
+        "tokens_per_s": timed.tokens_per_s,
         "decode_step_s": [
             step.seconds
-            for step in run.steps
+            for step in timed.steps
             if not step.is_prefill and step.num_running == unit.concurrency
         ],
         "blocks": [
             [sum(step.num_tokens for step in block), sum(step.seconds for step in block)]
-            for block in np.array_split(np.array(run.steps, dtype=object), NUM_BLOCKS)
+            for block in np.array_split(np.array(timed.steps, dtype=object), NUM_BLOCKS)
         ],
     }
     if drafted:

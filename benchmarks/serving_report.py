@@ -75,7 +75,7 @@ def speed_rows(rows: list[Row]) -> list[Row]:
 
 
 def fastest(speeds: list[Row]) -> list[Row]:
-    """For each concurrency, of the held-out prompts' rows that of the best number of drafted tokens."""
+    """For each concurrency, the held-out prompts' row of the best number of drafted tokens."""
     found: dict[int, Row] = {}
     for speed in sorted(speeds, key=lambda s: (s["concurrency"], s["times_faster"])):
         if speed["set"] == MAIN_SET:
