@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recipes import Recipe, measure
+from benchmarks.recipes import Recipe, capture_layers, measure
+from benchmarks.train_scaling import two_panels
 from eagle3.config_file import load_config
 from eagle3.script import log
 
@@ -62,12 +63,13 @@ def main() -> None:
     arguments = parser.parse_args()
     results = load_config(arguments.config).run_dir / "ablation.jsonl"
     if arguments.row != "table":
+        captured = capture_layers(arguments.config)
         todo = [(arguments.row, arguments.seed)] if arguments.row else everything(results)
         for row, seed in todo:
             if any((line["row"], line["seed"]) == (row, seed) for line in read(results)):
                 continue
             recipe = recipe_of(row, read(results))
-            found = measure(arguments.config, recipe, seed)
+            found = measure(arguments.config, captured, recipe, seed)
             line = {"row": row, "seed": seed, "overrides": recipe.overrides, **found}
             with open(results, "a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -171,25 +173,17 @@ def verdict(lines: list[dict[str, Any]]) -> list[str]:
 
 def draw(lines: list[dict[str, Any]]) -> None:
     """Served acceptance length by trained tokens, held-out and MT-Bench prompts, both sides."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for ax, name in zip(axes, ("heldout", "mt_bench"), strict=True):
-        for side in SIDES:
-            rows = {f"{side}_tokens_{n}" for n in CURVE_TOKENS} | {best(side, lines)}
-            points = sorted(
-                (of(row, lines)[0]["tokens"], served(of(row, lines), name))
-                for row in rows
-                if of(row, lines)
-            )
-            ax.plot(*zip(*points, strict=True), marker="o", label=side)
-        ax.set(title=name, xlabel="trained tokens", ylabel="served acceptance length")
-        ax.grid(alpha=0.3)
-        ax.legend()
-    figure.savefig(PICTURE, dpi=80, metadata={"Software": None})
+    with two_panels(PICTURE) as axes:
+        for ax, name in zip(axes, ("heldout", "mt_bench"), strict=True):
+            for side in SIDES:
+                rows = {f"{side}_tokens_{n}" for n in CURVE_TOKENS} | {best(side, lines)}
+                points = sorted(
+                    (of(row, lines)[0]["tokens"], served(of(row, lines), name))
+                    for row in rows
+                    if of(row, lines)
+                )
+                ax.plot(*zip(*points, strict=True), marker="o", label=side)
+            ax.set(title=name, xlabel="trained tokens", ylabel="served acceptance length")
 
 
 if __name__ == "__main__":

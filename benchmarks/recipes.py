@@ -5,7 +5,6 @@ KL. Optimizer (both train with Muon by default), schedule and batches are the sa
 """
 
 import json
-import math
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from speculators.losses import resolve_loss_config
 
-from benchmarks.train import fresh_drafter
+from benchmarks.train import fresh_drafter, packed
 from eagle3.artifact import open_artifact
 from eagle3.batches import Row, RowReader, collate
 from eagle3.config import Config
@@ -32,7 +31,7 @@ from eagle3.fingerprint import open_verifier
 from eagle3.optimizers import make_optimizers
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
-from eagle3.schedule import cosine_with_warmup
+from eagle3.schedule import schedule
 from eagle3.script import Invocation
 from eagle3.serve import PromptSet, serve
 from eagle3.shard_plan import open_states
@@ -78,9 +77,12 @@ def capture_layers(config_path: Path) -> Config:
     return config
 
 
-def measure(config_path: Path, recipe: Recipe, seed: int) -> dict[str, Any]:
-    """Train one recipe, export it, serve the run's prompts."""
-    captured = capture_layers(config_path)
+def measure(config_path: Path, captured: Config, recipe: Recipe, seed: int) -> dict[str, Any]:
+    """Train one recipe, export it, serve the run's prompts.
+
+    Args:
+        captured: the run of ``capture_layers``.
+    """
     config = load_config(config_path, (*recipe.overrides, f"train.seed={seed}"))
     invocation = Invocation("benchmarks.ablation", config_path, (), False, False)
     data, hidden, vocab_artifact = (
@@ -126,7 +128,7 @@ class SomeLayers(RowReader):
 
 
 def first_tokens(config: Config, rows: TokenRows, num_tokens: int) -> list[list[int]]:
-    """The first batches of the training plan, so many tokens in all, in several passes if need be."""
+    """The first batches of the plan, so many tokens in all, in several passes if need be."""
     train_rows, batch_tokens = trainable_rows(rows)[0], config.train.batch_tokens
     found: list[list[int]] = []
     left, epoch = num_tokens, 0
@@ -151,13 +153,7 @@ def train(
         loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]
     optimizers = make_optimizers(section, trainable)
-    warmup_steps = math.ceil(section.warmup_share * len(plan))
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda done: cosine_with_warmup(done, warmup_steps, len(plan))
-        )
-        for optimizer in optimizers
-    ]
+    schedulers = [schedule(optimizer, section.warmup_share, len(plan)) for optimizer in optimizers]
     for batch in plan:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of([reader[row_id] for row_id in batch])
@@ -171,17 +167,11 @@ def train(
 
 def speculators_loss(drafter: Any, rows: list[Row], ttt_steps: int) -> torch.Tensor:
     """Its forward on packed rows, shifted as its ``shift_batch`` does, its own mask and metrics."""
-    lengths = [len(row.input_ids) - 1 for row in rows]
+    inputs = packed(rows)
+    inputs["hidden_states"] = inputs["hidden_states"].float()
     _, loss, _ = drafter(
-        torch.cat([row.aux_hidden_states[:-1].flatten(1) for row in rows])[None].float(),
-        torch.cat([row.input_ids[1:] for row in rows])[None],
-        torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None],
+        **inputs,
         loss_mask=torch.cat([row.loss_mask[1:] for row in rows])[None],
-        position_ids=torch.cat([torch.arange(1, n + 1) for n in lengths])[None],
-        # It forms a target everywhere, also where none is kept and nothing is supervised.
-        verifier_last_hidden_states=torch.cat(
-            [row.last_hidden_states[1:].nan_to_num() for row in rows]
-        )[None],
         ttt_steps=ttt_steps,
         loss_config=resolve_loss_config("kl_div", "eager"),
     )

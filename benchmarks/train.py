@@ -86,7 +86,7 @@ def compare(
             laid_out = [collate(rows, steps) for rows in batches]
             forward = lambda batch: step(batch).loss  # noqa: E731
         else:
-            laid_out = [pack(rows, steps) for rows in batches]
+            laid_out = [(packed(rows), collate(rows, steps)) for rows in batches]
             forward = partial(speculators_loss, model, steps, decay)
         found[name] = measure(model, forward, laid_out)
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
@@ -145,9 +145,9 @@ def fresh_drafter(config: Config, vocab: VocabMap) -> Any:
     return model
 
 
-def pack(rows: list[Row], ttt_steps: int) -> tuple[dict[str, torch.Tensor], Batch]:
-    """Rows as speculators' collator gives them, and our layout for the mask."""
-    inputs = {
+def packed(rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Rows as speculators' collator gives them to its forward, shifted, without a loss mask."""
+    return {
         "hidden_states": torch.cat([r.aux_hidden_states[:-1].flatten(1) for r in rows])[None],
         "input_ids": torch.cat([r.input_ids[1:] for r in rows])[None],
         "document_ids": torch.cat(
@@ -159,14 +159,13 @@ def pack(rows: list[Row], ttt_steps: int) -> tuple[dict[str, torch.Tensor], Batc
             [r.last_hidden_states[1:].nan_to_num() for r in rows]
         )[None],
     }
-    return inputs, collate(rows, ttt_steps)
 
 
 def speculators_loss(
-    model: Any, ttt_steps: int, decay: float, packed: tuple[dict[str, torch.Tensor], Batch]
+    model: Any, ttt_steps: int, decay: float, laid_out: tuple[dict[str, torch.Tensor], Batch]
 ) -> torch.Tensor:
     """Its forward, its loss, our mask."""
-    inputs, batch = packed
+    inputs, batch = laid_out
     losses = resolve_loss_config("kl_div", "eager")
     supervised = torch.zeros(ttt_steps, inputs["input_ids"].shape[1], dtype=torch.bool)
     supervised[:, batch.supervised] = batch.valid

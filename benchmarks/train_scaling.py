@@ -11,7 +11,8 @@ fitted through the points how far the farthest of them lies from it. The last li
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -144,24 +145,32 @@ def lines(x: Sequence[float], points: list[Point]) -> dict[str, dict[str, Any]]:
 
 
 def draw(path: Path, xlabel: str, by_label: dict[str, dict[str, dict[str, Any]]]) -> None:
+    with two_panels(path) as axes:
+        for ax, name, ylabel in zip(
+            axes,
+            ("ms", "peak_mib"),
+            ("ms a step, one core", "peak MiB above weights and AdamW"),
+            strict=True,
+        ):
+            for label, found in by_label.items():
+                line = found[name]
+                (dots,) = ax.plot(line["x"], line["y"], "o", label=label)
+                ends = np.array([0, max(line["x"])])
+                ax.plot(ends, line["slope"] * ends + line["at_zero"], color=dots.get_color())
+            ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None), ylim=(0, None))
+
+
+@contextmanager
+def two_panels(path: Path) -> Iterator[Any]:
+    """A picture for the docs: axes to draw on, side by side; written when they are drawn."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for ax, name, ylabel in zip(
-        axes,
-        ("ms", "peak_mib"),
-        ("ms a step, one core", "peak MiB above weights and AdamW"),
-        strict=True,
-    ):
-        for label, found in by_label.items():
-            line = found[name]
-            (dots,) = ax.plot(line["x"], line["y"], "o", label=label)
-            ends = np.array([0, max(line["x"])])
-            ax.plot(ends, line["slope"] * ends + line["at_zero"], color=dots.get_color())
-        ax.set(xlabel=xlabel, ylabel=ylabel, xlim=(0, None), ylim=(0, None))
+    yield axes
+    for ax in axes:
         ax.grid(alpha=0.3)
         ax.legend()
     figure.savefig(path, dpi=80, metadata={"Software": None})

@@ -1,7 +1,7 @@
 """The training loop: plan, optimizer, checkpoints that resume exactly, validation.
 
 Everything that decides the next step is in a checkpoint or follows from the config: weights and
-optimizer state in float32, the schedulers, the step; the data order is a function of seed and epoch.
+optimizer state in float32, the schedulers, the step; the data order follows from seed and epoch.
 Checkpoints are single files, complete or absent.
 
 Where states come in rounds (``retention``) the plan passes over one round ``num_epochs`` times,
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -37,7 +36,7 @@ from .pictures import draw_training
 from .plan import plan_epoch
 from .progress import Progress
 from .ranks import ALONE, Ranks
-from .schedule import cosine_with_warmup, validation_steps
+from .schedule import schedule, validation_steps
 from .script import log
 from .training_log import Metrics, NotFinite, Window, save_bad_batch, scalars, start_trackers
 from .ttt import TTTStep
@@ -95,12 +94,8 @@ class Trainer:
         )
         start_trackers(self.accelerator, section.trackers, directory.parent.name)
         optimizers = make_optimizers(section, step.parameters())
-        warmup_steps = math.ceil(section.warmup_share * len(self.plan))
         self.schedulers = [
-            torch.optim.lr_scheduler.LambdaLR(
-                optimizer, lambda done: cosine_with_warmup(done, warmup_steps, len(self.plan))
-            )
-            for optimizer in optimizers
+            schedule(optimizer, section.warmup_share, len(self.plan)) for optimizer in optimizers
         ]
         self.step, *self.optimizers = self.accelerator.prepare(step, *optimizers)
         self.done_steps = 0

@@ -141,17 +141,15 @@ class Replay:
         """As training drafts: step k goes on with the row's own token t+1+k, whatever was drafted.
 
         Returns:
-            Drafted target ids, int64 ``[A, K]``, and how far the second best logit is below the
-            best, in units of the best (at least 1), float32 ``[A, K]``.
+            Drafted target ids, int64 ``[A, K]``, and their margins, float32 ``[A, K]``.
         """
         own = positions[:, None] + 2 + torch.arange(num_steps)
         own = input_ids[own.clamp_max(len(input_ids) - 1)].to(self.device)
         ids, margins = [], []
         for chain in self._chains(input_ids, aux_hidden_states, positions, num_steps, own):
-            best = [logits.float().topk(2) for logits in chain]
-            ids.append(torch.stack([self.target_ids[step.indices[:, 0]] for step in best], dim=1))
-            values = torch.stack([step.values for step in best], dim=1)  # [A, K, 2]
-            margins.append((values[..., 0] - values[..., 1]) / values[..., 0].abs().clamp_min(1))
+            best, apart = zip(*map(best_and_margin, chain), strict=True)
+            ids.append(self.target_ids[torch.stack(best, dim=1)])
+            margins.append(torch.stack(apart, dim=1))
         return torch.cat(ids).cpu(), torch.cat(margins).cpu()
 
     @torch.inference_mode()
@@ -323,3 +321,11 @@ def _rope(drafter: DrafterSection) -> tuple[torch.Tensor, float]:
         rope_parameters=rope_parameters(drafter),
     )
     return ROPE_INIT_FUNCTIONS[drafter.rope_scaling["rope_type"]](config, "cpu")
+
+
+def best_and_margin(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits ``[n, V]`` the index of the best, int64 ``[n]``, and how far the second is below it
+    in units of the best (at least 1), float32 ``[n]``."""
+    values, indices = logits.float().topk(2)
+    best, second = values.unbind(1)
+    return indices[:, 0], (best - second) / best.abs().clamp_min(1)

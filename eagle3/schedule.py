@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
 
 def validation_steps(epochs: Sequence[Sequence[Any]], per_epoch: int) -> list[int]:
     """Optimizer steps after which to validate, evenly spread over each epoch, its end included.
@@ -30,3 +33,9 @@ def cosine_with_warmup(done_steps: int, warmup_steps: int, num_steps: int) -> fl
         return (done_steps + 1) / warmup_steps
     done = (done_steps - warmup_steps) / max(num_steps - warmup_steps, 1)
     return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+
+def schedule(optimizer: Optimizer, warmup_share: float, num_steps: int) -> LambdaLR:
+    """An optimizer's learning rate over a run of ``num_steps``, by ``cosine_with_warmup``."""
+    warmup_steps = math.ceil(warmup_share * num_steps)
+    return LambdaLR(optimizer, lambda done: cosine_with_warmup(done, warmup_steps, num_steps))

@@ -33,7 +33,7 @@ from .contract import supervised_positions
 from .drafter import BORROWED
 from .errors import GateError
 from .files import write_tensors
-from .replay import Replay
+from .replay import Replay, best_and_margin
 from .rows import TokenRows
 from .shards import Shard
 from .ttt import TTTStep
@@ -178,13 +178,13 @@ def require_same(
 def _best_tokens(
     last_states: torch.Tensor, head: VerifierHead, target_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the draft vocabulary: the verifier's best token after each state, int64 ``[n]``, and how
-    far the second is below it, in units of the best logit."""
+    """Of the draft vocabulary: the verifier's best token after each state, int64 ``[n]``, and its
+    margin."""
     target_ids = target_ids.cpu()
-    best = [head.logits(part)[:, target_ids].topk(2) for part in last_states.split(_STATES_AT_ONCE)]
-    top, second = torch.cat([part.values for part in best]).unbind(1)
-    ids = target_ids[torch.cat([part.indices[:, 0] for part in best])]
-    return ids, (top - second) / top.abs().clamp_min(1)
+    parts = last_states.split(_STATES_AT_ONCE)
+    found = [best_and_margin(head.logits(part)[:, target_ids]) for part in parts]
+    best, margins = (torch.cat(each) for each in zip(*found, strict=True))
+    return target_ids[best], margins
 
 
 def _require_equal(

@@ -125,7 +125,7 @@ def test_packages_give_distinct_single_user_turns(name):
 
 
 def test_the_demo_trains_on_no_benchmark_prompt():
-    """Not even on a sentence of one: its long sentences are looked for in every benchmark prompt."""
+    """Nor on a sentence of one: its long sentences are looked for in every benchmark prompt."""
     demo = read_source(local(ROOT / "data" / "demo_prompts.jsonl"))
     assert len({text_key(conversation) for conversation in demo}) == len(demo) == 660
     benchmarks = "\n".join(

@@ -12,7 +12,7 @@ import torch
 
 from eagle3 import worker
 from eagle3.errors import GateError
-from eagle3.fingerprint import open_verifier
+from eagle3.fingerprint import STAGES, open_verifier
 from eagle3.script import Invocation
 from tests.conftest import config_writer
 from tests.runs import load_script
@@ -25,14 +25,7 @@ from tests.served_sabotages import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.sabotage]
-SCRIPTS = [
-    "01_prepare_data.py",
-    "02_gen_hidden_states.py",
-    "03_build_vocab_map.py",
-    "04_train.py",
-    "05_export.py",
-    "06_verify.py",
-]
+SCRIPTS = [spec.script for spec in STAGES.values()]
 SETTINGS = {
     "data.sources": [{"kind": "package", "name": "chitchat", "max_conversations": 120}],
     "data.regenerate.temperature": 0.1,  # at 1 a random verifier says anything

@@ -23,7 +23,7 @@ from eagle3.engine import _ENVIRONMENT
 from eagle3.orphans import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
-LONGEST_S = 1800  # a script that takes longer hangs, however busy the machine
+LONGEST_S = 300  # a script that takes longer hangs
 # Beside the scripts' own imports, what they import late: engines, loaders, pictures.
 _LATE = (
     "vllm.entrypoints.llm",
