@@ -34,7 +34,7 @@ from eagle3.stage import Stage
 from eagle3.testimony import TESTIMONY, testify
 from eagle3.ttt import TTTStep
 from eagle3.vocab import VocabMap
-from eagle3.warm_start import load_weights
+from eagle3.warm_start import start
 
 
 def main(invocation: Invocation) -> None:
@@ -68,8 +68,7 @@ def main(invocation: Invocation) -> None:
             num_speculative_tokens=config.verify.num_speculative_tokens,
         )
         drafter = build(drafter_config, stage.verifier, vocab)
-        if config.vocab.warm_start_from:
-            load_weights(drafter, config, stage.verifier)
+        start(drafter, config, stage.verifier)
         rope_width = 2 * len(drafter.rotary_emb.inv_freq)
         assert rope_width == config.drafter.head_dim, "RoPE is not built from head_dim"
         step = TTTStep(

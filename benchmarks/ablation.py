@@ -24,22 +24,26 @@ from benchmarks.train_scaling import two_panels
 from eagle3.config_file import load_config
 from eagle3.script import log
 
-TRAIN_TOKENS = 64_000
+TRAIN_TOKENS = 32_000
 SEEDS = (0, 1, 2)
-RATES = ("2.5e-3", "5.0e-3", "1.0e-2")
+RATES = ("2.0e-3", "4.0e-3", "8.0e-3")
 # Its defaults: norms of EAGLE-3, which EAGLE-3.1 moved.
 SPECULATORS = (
     "drafter.norm_before_residual=true",
     "drafter.fc_norm=false",
     "drafter.norm_output=false",
 )
+# fc as speculators starts it, where ours starts at the last aux state.
+RANDOM_FC = "random_fc"
 SIDES: dict[str, tuple[str, ...]] = {"ours": (), "speculators": SPECULATORS}
 CHOICES: dict[str, tuple[str, ...]] = {
-    "adamw": ("train.optimizer=adamw", "train.learning_rate=7.0e-4", "train.batch_tokens=512"),
+    "adamw": ("train.optimizer=adamw", "train.learning_rate=7.0e-4"),
+    RANDOM_FC: (),
+    "norms_of_speculators": SPECULATORS,
     "no_norms": ("drafter.fc_norm=false", "drafter.norm_output=false"),
     "lk_hybrid": ("train.loss=lk_hybrid",),
     "nla": ("train.loss=nla",),
-    "decay_0.8": ("train.ttt_step_loss_decay=0.8",),
+    "no_decay": ("train.ttt_step_loss_decay=1.0",),
     "ttt_1": ("train.ttt_steps=1",),
     "ttt_2": ("train.ttt_steps=2",),
     "ttt_5": ("train.ttt_steps=5",),
@@ -47,10 +51,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layers_15_22_27": ("capture.aux_layer_ids=[15, 22, 27]",),
     "layers_15_27": ("capture.aux_layer_ids=[15, 27]",),
     "int8": ("capture.state_dtype=int8",),
-    "batch_512": ("train.batch_tokens=512",),
-    "batch_2048": ("train.batch_tokens=2048",),
+    "batch_256": ("train.batch_tokens=256", "train.learning_rate=3.0e-3"),
+    "batch_1024": ("train.batch_tokens=1024", "train.learning_rate=5.0e-3"),
 }
-CURVE_TOKENS = (16_000, 32_000, 128_000)
+CURVE_TOKENS = (8_000, 16_000, 64_000, 128_000)
 SAME_TIME = "speculators_same_time"
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "acceptance_by_tokens.png"
 
@@ -96,7 +100,7 @@ def everything(results: Path) -> Iterator[tuple[str, int]]:
 def recipe_of(row: str, lines: list[dict[str, Any]]) -> Recipe:
     """A row's recipe; some rows go on from the best learning rate found before."""
     if row in CHOICES:
-        return Recipe("ours", CHOICES[row], TRAIN_TOKENS)
+        return Recipe("ours", CHOICES[row], TRAIN_TOKENS, random_fc=row == RANDOM_FC)
     side, _, rest = row.partition("_")
     kind, _, value = rest.partition("_")
     if kind == "rate":

@@ -22,7 +22,7 @@ from eagle3.batches import Row, RowReader, collate
 from eagle3.config import Config
 from eagle3.config_file import load_config
 from eagle3.contract import Wiring
-from eagle3.drafter import BORROWED, tensor_table
+from eagle3.drafter import BORROWED, start_at_last_aux_state, tensor_table
 from eagle3.eight_bit import dequantise, quantise
 from eagle3.engine import Engine, Sampling
 from eagle3.export import serving_tensors, speculators_form, write_directory
@@ -50,11 +50,13 @@ class Recipe:
     Attributes:
         side: ``ours`` or ``speculators``.
         overrides: of the config, ``key=value``.
+        random_fc: ours too starts ``fc`` as speculators does.
     """
 
     side: str
     overrides: tuple[str, ...]
     num_tokens: int
+    random_fc: bool = False
 
 
 def capture_layers(config_path: Path) -> Config:
@@ -149,6 +151,8 @@ def train(
     if recipe.side == "speculators":
         loss_of = lambda rows: speculators_loss(drafter, rows, section.ttt_steps)
     else:
+        if not recipe.random_fc:
+            start_at_last_aux_state(drafter)
         step = TTTStep(drafter, loss=section.loss, ttt_step_loss_decay=section.ttt_step_loss_decay)
         loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]

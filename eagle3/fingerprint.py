@@ -43,7 +43,7 @@ STAGES = {
         StageSpec(
             "04_train",
             "04_train.py",
-            2,
+            3,
             ("drafter", "train"),
             ("01_data", "02_hidden", "03_vocab"),
         ),

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from .config import TrainSection
 
-_MUON_MOMENTUM = 0.95
+_MUON_MOMENTUM = 0.9  # 0.95, its authors', looks back over 20 steps: many for a run of hundreds
 
 
 def make_optimizers(

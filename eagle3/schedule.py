@@ -23,19 +23,19 @@ def validation_steps(epochs: Sequence[Sequence[Any]], per_epoch: int) -> list[in
     return sorted(found)
 
 
-def cosine_with_warmup(done_steps: int, warmup_steps: int, num_steps: int) -> float:
-    """Factor on the peak learning rate: linear from 1/warmup, then half a cosine to zero.
+def linear_with_warmup(done_steps: int, warmup_steps: int, num_steps: int) -> float:
+    """Factor on the peak learning rate: linear from 1/warmup, then linear to zero.
 
-    >>> [round(cosine_with_warmup(s, 2, 6), 2) for s in range(7)]
-    [0.5, 1.0, 1.0, 0.85, 0.5, 0.15, 0.0]
+    >>> [linear_with_warmup(s, 2, 6) for s in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if done_steps < warmup_steps:
         return (done_steps + 1) / warmup_steps
-    done = (done_steps - warmup_steps) / max(num_steps - warmup_steps, 1)
-    return 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    left = (num_steps - done_steps) / max(num_steps - warmup_steps, 1)
+    return min(max(left, 0.0), 1.0)
 
 
 def schedule(optimizer: Optimizer, warmup_share: float, num_steps: int) -> LambdaLR:
-    """An optimizer's learning rate over a run of ``num_steps``, by ``cosine_with_warmup``."""
+    """An optimizer's learning rate over a run of ``num_steps``, by ``linear_with_warmup``."""
     warmup_steps = math.ceil(warmup_share * num_steps)
-    return LambdaLR(optimizer, lambda done: cosine_with_warmup(done, warmup_steps, num_steps))
+    return LambdaLR(optimizer, lambda done: linear_with_warmup(done, warmup_steps, num_steps))

@@ -1,4 +1,4 @@
-"""Starting from an existing drafter: its draft vocabulary is kept, and training goes on from it.
+"""Where training starts: at an existing drafter, whose draft vocabulary is kept, or afresh.
 
 03 takes the map of ``vocab.warm_start_from`` instead of choosing one and notes its hash and that
 of the weights; 04 takes the weights. The head stays the verifier's own rows, as in every run.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .drafter import start_at_last_aux_state
 from .errors import ConfigError
 from .files import sampled_sha256
 from .published import Published, require_servable
@@ -40,6 +41,18 @@ def map_of(config: Config, verifier: Verifier) -> tuple[VocabMap, dict[str, str]
     ids = torch.arange(size) + tensors.get("d2t", 0)
     hashes = {path.name: sampled_sha256(path) for path in {p for p, _ in published.places.values()}}
     return VocabMap.from_target_ids(ids.tolist(), verifier.vocab_size), hashes
+
+
+def start(drafter: Any, config: Config, verifier: Verifier) -> None:
+    """Give a fresh ``Eagle3DraftModel`` the weights training starts from.
+
+    Raises:
+        ConfigError: as ``load_weights``.
+    """
+    if config.vocab.warm_start_from:
+        load_weights(drafter, config, verifier)
+    else:
+        start_at_last_aux_state(drafter)
 
 
 def load_weights(drafter: Any, config: Config, verifier: Verifier) -> None:

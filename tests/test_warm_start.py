@@ -9,7 +9,7 @@ from drafters import Drafter, open_verifier
 from eagle3.config_file import load_config
 from eagle3.drafter import BORROWED, build, speculators_config
 from eagle3.errors import ConfigError
-from eagle3.warm_start import load_weights, map_of
+from eagle3.warm_start import load_weights, map_of, start
 
 
 @pytest.fixture
@@ -50,6 +50,21 @@ def test_map_and_weights_are_the_existing_drafters(started, form, tmp_path):
     for name, tensor in existing.model.state_dict().items():
         if name not in BORROWED:
             assert torch.equal(model.state_dict()[name].bfloat16(), tensor.bfloat16()), name
+
+
+def test_without_one_fc_hands_on_the_last_aux_state(started):
+    existing, verifier, config = started
+    model = fresh(existing, verifier)
+    start(model, config(**{"vocab.warm_start_from": None}), verifier)
+    states = torch.randn(3, 5, model.fc.out_features)  # three aux states of five positions
+    assert torch.equal(model.fc(states.transpose(0, 1).flatten(1)), states[-1])
+
+
+def test_with_one_training_starts_at_its_weights(started):
+    existing, verifier, config = started
+    model = fresh(existing, verifier)
+    start(model, config(), verifier)
+    assert torch.equal(model.fc.weight, existing.model.fc.weight.bfloat16().float())
 
 
 @pytest.mark.parametrize(
