@@ -32,6 +32,7 @@ _ONE_TOKEN = Sampling(temperature=0, max_new_tokens=1)
 # on different paths. bfloat16: two units in the last place. float32: several times the largest
 # difference seen (4e-6), what many layers' sums in another order come to.
 NEAR_TIE = {torch.bfloat16: 2**-6, torch.float32: 2**-16}
+MOST_ROUNDING = 4
 
 
 class VerifierHead:
@@ -49,10 +50,17 @@ class VerifierHead:
         normed = states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
         return ((normed.to(self.dtype) * self.norm) @ self.lm_head.T).float()
 
-    def is_near_tie(self, logits: torch.Tensor, token_id: int) -> bool:
-        """Whether a token's logit is within rounding of the largest one."""
+    def is_near_tie(self, logits: torch.Tensor, token_id: int, rounding: float = 0.0) -> bool:
+        """Whether a token's logit is within rounding of the largest one.
+
+        Args:
+            rounding: as seen between engine and recomputation, in logits; believed up to
+                ``MOST_ROUNDING`` times what the dtype alone explains.
+        """
         top = logits.max()
-        return bool(top - logits[token_id] <= NEAR_TIE[self.dtype] * top.abs().clamp_min(1))
+        least = float(NEAR_TIE[self.dtype] * top.abs().clamp_min(1))
+        allowed = min(max(rounding, least), MOST_ROUNDING * least)
+        return bool(top - logits[token_id] <= allowed)
 
 
 @dataclass(frozen=True)

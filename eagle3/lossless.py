@@ -4,6 +4,10 @@ Greedy answers with a drafter and without must be the same tokens. In bfloat16 t
 a verifier step over four tokens rounds otherwise than four steps over one, and two tokens whose
 logits are within that rounding may swap. So a difference is explained only if both tokens are
 near the top where they first part; after it the answers are free to differ.
+
+How near depends on the machine: AMX rounds another product than AVX-512 does. The answers
+themselves tell: where both runs emit the same token and the logits recomputed from the captured
+state put another on top, engine and recomputation are as far apart as their rounding is.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from .capture import VerifierHead
 from .serve import PromptSet, ServedRun
@@ -25,6 +31,7 @@ class Lossless:
         compared: prompts.
         equal: answers with the same tokens throughout.
         near_ties: answers that part where both tokens are within rounding of the top logit.
+        rounding: the largest distance below the top logit of a token both runs emitted.
         unexplained: all others.
         differences: each answer that parts: prompt index, answer position, both tokens (the
             drafter's first), how far below the top logit each is.
@@ -34,6 +41,7 @@ class Lossless:
     equal: int = 0
     near_ties: int = 0
     unexplained: int = 0
+    rounding: float = 0.0
     differences: tuple[dict[str, Any], ...] = ()
 
     def __add__(self, other: Lossless) -> Lossless:
@@ -42,6 +50,7 @@ class Lossless:
             self.equal + other.equal,
             self.near_ties + other.near_ties,
             self.unexplained + other.unexplained,
+            max(self.rounding, other.rounding),
             (*self.differences, *other.differences),
         )
 
@@ -55,31 +64,43 @@ def compare(
         drafted, plain: served with and without the drafter.
         head: the verifier's; it knows how near a tie is.
     """
-    total = Lossless()
     states = Shard.open(prompt_set.states_path)  # row i is prompt i followed by its drafted answer
-    pairs = zip(drafted.answers, plain.answers, strict=True)
-    for index, (ours, theirs) in enumerate(pairs):
-        if ours == theirs:
-            total += Lossless(compared=1, equal=1)
-            continue
-        place = first_difference(ours, theirs)
-        tokens = [answer[place] for answer in (ours, theirs) if place < len(answer)]
-        last_states = states.row(index).last_hidden_states
-        # The state before an answer's token ``place`` is that of the token it follows.
-        logits = head.logits(last_states[len(prompt_set.prompts[index]) + place - 1][None])[0]
+    rounding, parted = 0.0, []
+    for index, (ours, theirs) in enumerate(zip(drafted.answers, plain.answers, strict=True)):
+        place = len(ours) if ours == theirs else first_difference(ours, theirs)
+        # The state before an answer's token i is that of the token it follows.
+        begin = len(prompt_set.prompts[index]) - 1
+        logits = head.logits(states.row(index).last_hidden_states[begin : begin + place + 1])
+        agreed = logits[:place].gather(1, torch.tensor(ours[:place])[:, None])[:, 0]
+        below = logits[:place].amax(1) - agreed
+        rounding = max([rounding, *below.tolist()])
+        if ours != theirs:
+            tokens = [answer[place] for answer in (ours, theirs) if place < len(answer)]
+            parted.append((index, place, tokens, logits[-1]))
+    differences = []
+    for index, place, tokens, logits in parted:
         # One answer being the other's beginning is no swap: nothing explains it.
-        is_tie = len(tokens) == 2 and all(head.is_near_tie(logits, token) for token in tokens)
-        difference = {
-            "set": prompt_set.name,
-            "prompt": index,
-            "answer_position": place,
-            "tokens": tokens,
-            "below_top_logit": [round((logits.max() - logits[t]).item(), 6) for t in tokens],
-            "top_logit": round(logits.max().item(), 4),
-            "is_near_tie": is_tie,
-        }
-        total += Lossless(1, 0, int(is_tie), int(not is_tie), (difference,))
-    return total
+        near = [head.is_near_tie(logits, token, rounding) for token in tokens]
+        differences.append(
+            {
+                "set": prompt_set.name,
+                "prompt": index,
+                "answer_position": place,
+                "tokens": tokens,
+                "below_top_logit": [round((logits.max() - logits[t]).item(), 6) for t in tokens],
+                "top_logit": round(logits.max().item(), 4),
+                "is_near_tie": len(tokens) == 2 and all(near),
+            }
+        )
+    near_ties = sum(difference["is_near_tie"] for difference in differences)
+    return Lossless(
+        compared=len(drafted.answers),
+        equal=len(drafted.answers) - len(differences),
+        near_ties=near_ties,
+        unexplained=len(differences) - near_ties,
+        rounding=round(rounding, 6),
+        differences=tuple(differences),
+    )
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -13,7 +13,7 @@ import torch
 from drafters import Drafter, open_verifier
 
 from eagle3.acceptance import Acceptance
-from eagle3.capture import NEAR_TIE, VerifierHead
+from eagle3.capture import MOST_ROUNDING, NEAR_TIE, VerifierHead
 from eagle3.config_file import load_config
 from eagle3.engine import Sampling, Step
 from eagle3.lossless import compare
@@ -229,25 +229,61 @@ def test_difference_is_explained_only_at_a_near_tie_of_both(tmp_path, tiny_verif
     logits = head.logits(last[3][None])[0]
     first, second, third = (int(i) for i in logits.topk(3).indices)
     assert logits[first] - logits[third] > 2 * NEAR_TIE[head.dtype] * logits[first].clamp_min(1)
+    agreed = int(head.logits(last[2][None]).argmax())
 
     def compared(ours: tuple[int, ...], theirs: tuple[int, ...]):
         runs = (ServedRun((answer,), 1.0, None, ()) for answer in (ours, theirs))
         return compare(prompt_set, *runs, head)
 
-    assert compared((9, first, 1), (9, first, 1)).equal == 1
-    tie = compared((9, first, 1), (9, second, 2))  # what follows a tie may differ
+    assert compared((agreed, first, 1), (agreed, first, 1)).equal == 1
+    tie = compared((agreed, first, 1), (agreed, second, 2))  # what follows a tie may differ
     assert (tie.compared, tie.equal, tie.near_ties, tie.unexplained) == (1, 0, 1, 0)
     (parted,) = tie.differences
     assert parted["answer_position"] == 1 and parted["tokens"] == [first, second]
     assert parted["below_top_logit"][0] == 0 and parted["is_near_tie"]
     # One token of the two far below the top: an error, whichever run made it.
-    assert compared((9, first), (9, third)).unexplained == 1
-    assert compared((9, third), (9, first)).unexplained == 1
+    assert compared((agreed, first), (agreed, third)).unexplained == 1
+    assert compared((agreed, third), (agreed, first)).unexplained == 1
     # Equal where the tie is, different after it: that state is not tied.
-    assert compared((9, first, first), (9, first, second)).unexplained == 1
-    assert compared((9,), (9, first)).unexplained == 1  # one stops, the other goes on
-    both = tie + compared((9, first), (9, third))
+    assert compared((agreed, first, first), (agreed, first, second)).unexplained == 1
+    assert compared((agreed,), (agreed, first)).unexplained == 1  # one stops, the other goes on
+    both = tie + compared((agreed, first), (agreed, third))
     assert (both.compared, both.near_ties, both.unexplained, len(both.differences)) == (2, 1, 1, 2)
+
+
+def test_rounding_seen_where_both_runs_agree_explains_as_much_where_they_part(
+    tmp_path, tiny_verifier_dir
+):
+    head = VerifierHead(open_verifier(tiny_verifier_dir), "float32")
+    prompt_set = PromptSet("test", [[5]], Sampling(0, 2), tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    apart = NEAR_TIE[torch.float32] * (MOST_ROUNDING + 1) / 2  # more than a near tie, not too much
+    tied = tied_state(head)
+
+    def second_is_below(share: float) -> torch.Tensor:
+        """A state beside the tie: its second token so far below the first, by share of it."""
+        step = torch.randn(64, generator=generator)
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            best, second = head.logits((tied + middle * step)[None])[0].topk(2).values
+            too_far = best - second > share * best.clamp_min(1)
+            low, high = (low, middle) if too_far else (middle, high)
+        return tied + low * step
+
+    def unexplained(seen: float, parting: float) -> int:
+        last = torch.stack([second_is_below(seen), second_is_below(parting), tied])
+        publish_states(prompt_set.states_path, last)
+        agreed, (best, second) = (head.logits(state[None])[0].topk(2).indices for state in last[:2])
+        answers = ((int(agreed[1]), int(best)), (int(agreed[1]), int(second)))
+        runs = (ServedRun((answer,), 1.0, None, ()) for answer in answers)
+        return compare(prompt_set, *runs, head).unexplained
+
+    assert unexplained(seen=0, parting=apart) == 1
+    assert unexplained(seen=1.1 * apart, parting=apart) == 0
+    assert unexplained(seen=0.9 * apart, parting=apart) == 1
+    # A recomputation gone wrong explains nothing.
+    assert unexplained(seen=0.5, parting=2 * MOST_ROUNDING * NEAR_TIE[torch.float32]) == 1
 
 
 def test_what_bfloat16_explains_float32_does_not(tmp_path, tiny_verifier_dir):
