@@ -32,6 +32,7 @@ _ONE_TOKEN = Sampling(temperature=0, max_new_tokens=1)
 # on different paths. bfloat16: two units in the last place. float32: several times the largest
 # difference seen (4e-6), what many layers' sums in another order come to.
 NEAR_TIE = {torch.bfloat16: 2**-6, torch.float32: 2**-16}
+# How many times that may be believed where more was seen: a recomputation gone wrong sees anything.
 MOST_ROUNDING = 4
 
 

@@ -34,7 +34,8 @@ class Lossless:
         compared: prompts.
         equal: answers with the same tokens throughout.
         near_ties: answers that part where both tokens are within rounding of the top logit.
-        rounding: the largest distance below the top logit of a token both runs emitted.
+        rounding: the largest distance below the top logit of a token both runs emitted; looked at
+            only where the dtype's own rounding leaves a difference unexplained, else 0.
         unexplained: all others.
         differences: each answer that parts: prompt index, answer position, both tokens (the
             drafter's first), how far below the top logit each is.
@@ -67,47 +68,69 @@ def compare(
         drafted, plain: served with and without the drafter.
         head: the verifier's; it knows how near a tie is.
     """
-    states = Shard.open(prompt_set.states_path)  # row i is prompt i followed by its drafted answer
-    rounding, parted = 0.0, []
-    for index, (ours, theirs) in enumerate(zip(drafted.answers, plain.answers, strict=True)):
-        place = len(ours) if ours == theirs else first_difference(ours, theirs)
-        # The state before an answer's token i is that of the token it follows.
-        begin = len(prompt_set.prompts[index]) - 1
-        logits = head.logits(states.row(index).last_hidden_states[begin : begin + place + 1])
-        agreed = logits[:place].gather(1, torch.tensor(ours[:place])[:, None])[:, 0]
-        below = logits[:place].amax(1) - agreed
-        rounding = max([rounding, *below.tolist()])
-        if ours != theirs:
-            tokens = [answer[place] for answer in (ours, theirs) if place < len(answer)]
-            parted.append((index, place, tokens, logits[-1]))
-    differences = []
-    for index, place, tokens, logits in parted:
-        # One answer being the other's beginning is no swap: nothing explains it.
-        near = [head.is_near_tie(logits, token, _PARTING * rounding) for token in tokens]
-        differences.append(
-            {
-                "set": prompt_set.name,
-                "prompt": index,
-                "answer_position": place,
-                "tokens": tokens,
-                "below_top_logit": [round((logits.max() - logits[t]).item(), 6) for t in tokens],
-                "top_logit": round(logits.max().item(), 4),
-                "is_near_tie": len(tokens) == 2 and all(near),
-            }
+    shard = Shard.open(prompt_set.states_path)  # row i is prompt i followed by its drafted answer
+    answers = [
+        # Entry i of the states is that of the token before answer token i: it chose it.
+        (*pair, shard.row(index).last_hidden_states[len(prompt_set.prompts[index]) - 1 :])
+        for index, pair in enumerate(zip(drafted.answers, plain.answers, strict=True))
+    ]
+
+    def differences(rounding: float) -> tuple[dict[str, Any], ...]:
+        return tuple(
+            {"set": prompt_set.name, "prompt": index, **_difference(*answer, head, rounding)}
+            for index, answer in enumerate(answers)
+            if answer[0] != answer[1]
         )
-    near_ties = sum(difference["is_near_tie"] for difference in differences)
+
+    rounding, found = 0.0, differences(0.0)
+    if not all(difference["is_near_tie"] for difference in found):
+        rounding = max(_rounding(*answer, head) for answer in answers)
+        found = differences(_PARTING * rounding)
+    near_ties = sum(difference["is_near_tie"] for difference in found)
     return Lossless(
-        compared=len(drafted.answers),
-        equal=len(drafted.answers) - len(differences),
+        compared=len(answers),
+        equal=len(answers) - len(found),
         near_ties=near_ties,
-        unexplained=len(differences) - near_ties,
+        unexplained=len(found) - near_ties,
         rounding=round(rounding, 6),
-        differences=tuple(differences),
+        differences=found,
     )
 
 
+def _difference(
+    ours: Sequence[int],
+    theirs: Sequence[int],
+    states: torch.Tensor,
+    head: VerifierHead,
+    rounding: float,
+) -> dict[str, Any]:
+    """Where two answers part, and whether ``rounding`` (in logits) explains it."""
+    place = first_difference(ours, theirs)
+    tokens = [answer[place] for answer in (ours, theirs) if place < len(answer)]
+    logits = head.logits(states[place][None])[0]
+    near = [head.is_near_tie(logits, token, rounding) for token in tokens]
+    return {
+        "answer_position": place,
+        "tokens": tokens,
+        "below_top_logit": [round((logits.max() - logits[t]).item(), 6) for t in tokens],
+        "top_logit": round(logits.max().item(), 4),
+        # One answer being the other's beginning is no swap: nothing explains it.
+        "is_near_tie": len(tokens) == 2 and all(near),
+    }
+
+
+def _rounding(
+    ours: Sequence[int], theirs: Sequence[int], states: torch.Tensor, head: VerifierHead
+) -> float:
+    """How far below the top logit a token that both runs emit lies at most."""
+    agreed = torch.tensor(ours[: first_difference(ours, theirs)], dtype=torch.long)
+    logits = head.logits(states[: len(agreed)])
+    below = logits.amax(1) - logits.gather(1, agreed[:, None])[:, 0]
+    return max([0.0, *below.tolist()])
+
+
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """First index at which two different answers differ.
+    """First index at which two answers differ, the shorter one's length if none.
 
     >>> first_difference([5, 7, 9], [5, 8])
     1

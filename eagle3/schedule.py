@@ -31,8 +31,7 @@ def linear_with_warmup(done_steps: int, warmup_steps: int, num_steps: int) -> fl
     """
     if done_steps < warmup_steps:
         return (done_steps + 1) / warmup_steps
-    left = (num_steps - done_steps) / max(num_steps - warmup_steps, 1)
-    return min(max(left, 0.0), 1.0)
+    return max(num_steps - done_steps, 0) / max(num_steps - warmup_steps, 1)
 
 
 def schedule(optimizer: Optimizer, warmup_share: float, num_steps: int) -> LambdaLR:
