@@ -122,8 +122,8 @@ def fp16_overflow(tensors: Tensors) -> torch.Tensor:
     return weights.half().bfloat16()
 
 
-Q, K = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.k_proj.weight"
-GATE, UP = f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"
+Q, K, V = (f"{LAYER}self_attn.{name}_proj.weight" for name in "qkv")
+GATE, UP, DOWN = (f"{LAYER}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
 HIDDEN_NORM, INPUT_NORM = f"{LAYER}hidden_norm.weight", f"{LAYER}input_layernorm.weight"
 
 # The drafter of tests/test_sabotage.py: hidden 64, 4 query heads and 4 key heads of 24, three aux

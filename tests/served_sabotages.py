@@ -17,12 +17,15 @@ import torch
 
 from eagle3.export import CONFIG
 from tests.sabotages import (
+    DOWN,
     GATE,
     HIDDEN_NORM,
     INPUT_NORM,
     UP,
+    K,
     Q,
     Tensors,
+    V,
     drop,
     in_config,
     in_weights,
@@ -107,6 +110,40 @@ def of_another_verifier(directory: Path) -> None:
     config = json.loads((directory / CONFIG).read_text())
     config["verifier_identity"]["weights"] = "0" * 64
     (directory / CONFIG).write_text(json.dumps(config))
+
+
+def norms_apart(tensors: Tensors) -> None:
+    """The embedding's norm four times what it was, a quarter of it read: that rounds nothing."""
+    tensors[INPUT_NORM] = tensors[INPUT_NORM] * 4
+    hidden = len(tensors[INPUT_NORM])
+    for name in (Q, K, V):
+        tensors[name] = torch.cat([tensors[name][:, :hidden] / 4, tensors[name][:, hidden:]], dim=1)
+
+
+def gate_and_up_apart(tensors: Tensors) -> None:
+    """Twice the units, the new ones in pairs that cancel: silu(a) * b and silu(a) * -b."""
+    generator = torch.Generator().manual_seed(0)
+    half, hidden = len(tensors[UP]) // 2, tensors[UP].shape[1]
+    gate, up, down = torch.randn(3, half, hidden, generator=generator) / hidden**0.5
+    tensors[GATE] = torch.cat([tensors[GATE], gate, gate])
+    tensors[UP] = torch.cat([tensors[UP], up, -up])
+    tensors[DOWN] = torch.cat([tensors[DOWN], down.T, down.T], dim=1)
+
+
+def set_apart(directory: Path) -> None:
+    """The same drafter, in which no tensor nearly does for another of its shape.
+
+    The one trained on the tiny verifier hardly uses its MLP, and its two input norms stay alike:
+    to swap either pair would be no mistake anyone could find.
+    """
+    in_weights(norms_apart)(directory)
+    in_weights(gate_and_up_apart)(directory)
+
+    def widen(config: dict[str, Any], layer: dict[str, Any]) -> None:
+        layer["intermediate_size"] *= 2
+        config["wiring_contract"]["drafter"]["intermediate_size"] *= 2
+
+    in_config(widen)(directory)
 
 
 # Somebody else's drafter (06 --drafter), whose files fit each other.

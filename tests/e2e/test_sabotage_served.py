@@ -22,6 +22,7 @@ from tests.served_sabotages import (
     READ_OTHERWISE,
     CaptureSabotage,
     ServedSabotage,
+    set_apart,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.sabotage]
@@ -97,9 +98,12 @@ def test_the_good_drafter_raises_no_alarm(finished):
         assert min(apart["drafts"]["compared"]) > 30
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["as it is", "set apart"])
 @pytest.mark.parametrize("form", ["drafter", "sglang"])
-def test_nor_does_it_as_a_guest_in_either_form(finished, tmp_path, form):
+def test_nor_does_it_as_a_guest_in_either_form(finished, tmp_path, form, apart):
     guest = shutil.copytree(finished.directory / "05_export" / form, tmp_path / form)
+    if apart:
+        set_apart(guest)
     run = finished.copy(tmp_path / "runs", "01_data", "02_hidden")
     run("06_verify.py", drafter=guest)
     (directory,) = run.directory.glob("06_verify.*-*")
@@ -142,6 +146,7 @@ def test_a_guest_trained_on_something_else_is_told_from_one_served_otherwise(
     finished, tmp_path, sabotage: ServedSabotage
 ):
     guest = shutil.copytree(finished.directory / "05_export" / "drafter", tmp_path / "guest")
+    set_apart(guest)
     sabotage.apply(guest)
     run = finished.copy(tmp_path / "runs", "01_data", "02_hidden")
     own = finished.report["served"]["heldout"]["acceptance_length"]
