@@ -27,11 +27,12 @@ from eagle3.script import log
 TRAIN_TOKENS = 32_000
 SEEDS = (0, 1, 2)
 RATES = ("2.0e-3", "4.0e-3", "8.0e-3")
-# Its defaults: norms of EAGLE-3, which EAGLE-3.1 moved.
+# Its defaults (``speculators/train/config/schema.py``).
 SPECULATORS = (
     "drafter.norm_before_residual=true",
+    "drafter.norm_before_fc=true",
     "drafter.fc_norm=false",
-    "drafter.norm_output=false",
+    "drafter.norm_output=true",
 )
 # fc as speculators starts it, where ours starts at the last aux state.
 RANDOM_FC = "random_fc"
@@ -56,6 +57,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 CURVE_TOKENS = (8_000, 16_000, 64_000, 128_000)
 SAME_TIME = "speculators_same_time"
+OUR_OPTIMIZER = "speculators_our_optimizer"
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "acceptance_by_tokens.png"
 
 
@@ -92,6 +94,7 @@ def everything(results: Path) -> Iterator[tuple[str, int]]:
     for side in SIDES:
         yield from ((best(side, read(results)), seed) for seed in SEEDS[1:])
     yield from ((SAME_TIME, seed) for seed in SEEDS)
+    yield OUR_OPTIMIZER, 0
     yield from ((row, 0) for row in CHOICES)
     for side in SIDES:
         yield from ((f"{side}_tokens_{num_tokens}", 0) for num_tokens in CURVE_TOKENS)
@@ -109,6 +112,8 @@ def recipe_of(row: str, lines: list[dict[str, Any]]) -> Recipe:
     if row == SAME_TIME:
         theirs, ours = (seconds(of(best(s, lines), lines)) for s in ("speculators", "ours"))
         return Recipe(side, overrides, round(TRAIN_TOKENS * ours / theirs))
+    if row == OUR_OPTIMIZER:
+        return Recipe(side, overrides, TRAIN_TOKENS, our_optimizer=True)
     return Recipe(side, overrides, int(value))
 
 

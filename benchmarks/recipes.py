@@ -1,7 +1,8 @@
 """One recipe, measured: a fresh drafter trained on so many tokens, exported, served greedily.
 
-``ours`` trains with ``TTTStep``; ``speculators`` with its own forward, on its own shift, mask and
-KL. Optimizer (both train with Muon by default), schedule and batches are the same for both.
+``ours`` trains with ``TTTStep`` and 04's optimizers; ``speculators`` with its own forward, on its
+own shift, mask and KL, and with its own trainer's optimizers and warm-up (both train with Muon by
+default, down a line to zero). Batches are the same for both.
 """
 
 import json
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from speculators.losses import resolve_loss_config
+from speculators.train.config.schema import OptimizerArgs
+from speculators.train.optimizers import build_optimizers
 
 from benchmarks.train import fresh_drafter, packed
 from eagle3.artifact import open_artifact
@@ -51,12 +54,14 @@ class Recipe:
         side: ``ours`` or ``speculators``.
         overrides: of the config, ``key=value``.
         random_fc: ours too starts ``fc`` as speculators does.
+        our_optimizer: speculators' forward with 04's optimizers and warm-up.
     """
 
     side: str
     overrides: tuple[str, ...]
     num_tokens: int
     random_fc: bool = False
+    our_optimizer: bool = False
 
 
 def capture_layers(config_path: Path) -> Config:
@@ -156,8 +161,10 @@ def train(
         step = TTTStep(drafter, loss=section.loss, ttt_step_loss_decay=section.ttt_step_loss_decay)
         loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]
-    optimizers = make_optimizers(section, trainable)
-    schedulers = [schedule(optimizer, section.warmup_share, len(plan)) for optimizer in optimizers]
+    optimizers, warmup_share = make_optimizers(section, trainable), section.warmup_share
+    if recipe.side == "speculators" and not recipe.our_optimizer:
+        optimizers, warmup_share = speculators_optimizers(drafter, section.learning_rate)
+    schedulers = [schedule(optimizer, warmup_share, len(plan)) for optimizer in optimizers]
     for batch in plan:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of([reader[row_id] for row_id in batch])
@@ -167,6 +174,13 @@ def train(
             part.step()
         for parameter in trainable:
             parameter.grad = None
+
+
+def speculators_optimizers(drafter: Any, learning_rate: float) -> tuple[list[Any], float]:
+    """Its optimizers with its defaults for all but the rate, and its share of steps to warm up
+    (``speculators/train/config/schema.py``; ``trainer.py``, ``_resolve_scheduler_steps``)."""
+    settings = OptimizerArgs(lr=learning_rate, muon_lr=learning_rate)
+    return build_optimizers(drafter, settings), 0.01
 
 
 def speculators_loss(drafter: Any, rows: list[Row], ttt_steps: int) -> torch.Tensor:

@@ -63,7 +63,7 @@ def main(invocation: Invocation) -> None:
 
 
 class Part(NamedTuple):
-    """FLOPs of one kind of product, over ``rows`` positions in ``times`` TTT steps, all together."""
+    """FLOPs of a kind of product, over ``rows`` positions in ``times`` TTT steps, all together."""
 
     rows: int
     times: int
