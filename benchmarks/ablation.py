@@ -26,7 +26,7 @@ from eagle3.script import log
 
 TRAIN_TOKENS = 32_000
 SEEDS = (0, 1, 2)
-RATES = ("2.0e-3", "4.0e-3", "8.0e-3")
+RATES = ("2.0e-3", "4.0e-3", "8.0e-3", "1.6e-2")
 # Its defaults (``speculators/train/config/schema.py``).
 SPECULATORS = (
     "drafter.norm_before_residual=true",
