@@ -7,7 +7,8 @@
 Needs the run's 01 to 03. A row trains a fresh drafter, exports it and serves the held-out and the
 MT-Bench prompts greedily, as 06 does (``benchmarks/recipes.py``). Both sides go over the same
 learning rates; the best of each has three seeds. ``speculators_same_time`` trains as many tokens as
-speculators' step gets through while ours trains ``TRAIN_TOKENS``, both as measured in these rows.
+speculators' step gets through while ours trains ``TRAIN_TOKENS``, both as measured in these rows;
+``speculators_our_optimizer`` is its step at its best rate with 04's optimizers and warm-up.
 Results are lines of ``runs/<name>/ablation.jsonl``; a row measured before is not measured again.
 Draws ``docs/acceptance_by_tokens.png`` and ends with the table.
 """
