@@ -35,12 +35,12 @@ SPECULATORS = (
     "drafter.fc_norm=false",
     "drafter.norm_output=true",
 )
-# fc as speculators starts it, where ours starts at the last aux state.
-RANDOM_FC = "random_fc"
+# What starts at random, as in speculators; ours: the last aux state, and each query as its key.
+RANDOM = {"random_fc": "fc", "random_queries": "queries"}
 SIDES: dict[str, tuple[str, ...]] = {"ours": (), "speculators": SPECULATORS}
 CHOICES: dict[str, tuple[str, ...]] = {
     "adamw": ("train.optimizer=adamw", "train.learning_rate=7.0e-4"),
-    RANDOM_FC: (),
+    **dict.fromkeys(RANDOM, ()),
     "norms_of_speculators": SPECULATORS,
     "no_norms": ("drafter.fc_norm=false", "drafter.norm_output=false"),
     "lk_hybrid": ("train.loss=lk_hybrid",),
@@ -104,7 +104,7 @@ def everything(results: Path) -> Iterator[tuple[str, int]]:
 def recipe_of(row: str, lines: list[dict[str, Any]]) -> Recipe:
     """A row's recipe; some rows go on from the best learning rate found before."""
     if row in CHOICES:
-        return Recipe("ours", CHOICES[row], TRAIN_TOKENS, random_fc=row == RANDOM_FC)
+        return Recipe("ours", CHOICES[row], TRAIN_TOKENS, random=RANDOM.get(row, ""))
     side, _, rest = row.partition("_")
     kind, _, value = rest.partition("_")
     if kind == "rate":

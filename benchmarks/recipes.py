@@ -25,7 +25,12 @@ from eagle3.batches import Row, RowReader, collate
 from eagle3.config import Config
 from eagle3.config_file import load_config
 from eagle3.contract import Wiring
-from eagle3.drafter import BORROWED, start_at_last_aux_state, tensor_table
+from eagle3.drafter import (
+    BORROWED,
+    start_at_last_aux_state,
+    start_queries_as_keys,
+    tensor_table,
+)
 from eagle3.eight_bit import dequantise, quantise
 from eagle3.engine import Engine, Sampling
 from eagle3.export import serving_tensors, speculators_form, write_directory
@@ -53,14 +58,14 @@ class Recipe:
     Attributes:
         side: ``ours`` or ``speculators``.
         overrides: of the config, ``key=value``.
-        random_fc: ours too starts ``fc`` as speculators does.
+        random: ``fc`` or ``queries``, which ours then starts as speculators does, at random.
         our_optimizer: speculators' forward with 04's optimizers and warm-up.
     """
 
     side: str
     overrides: tuple[str, ...]
     num_tokens: int
-    random_fc: bool = False
+    random: str = ""
     our_optimizer: bool = False
 
 
@@ -156,8 +161,10 @@ def train(
     if recipe.side == "speculators":
         loss_of = lambda rows: speculators_loss(drafter, rows, section.ttt_steps)
     else:
-        if not recipe.random_fc:
+        if recipe.random != "fc":
             start_at_last_aux_state(drafter)
+        if recipe.random != "queries":
+            start_queries_as_keys(drafter)
         step = TTTStep(drafter, loss=section.loss, ttt_step_loss_decay=section.ttt_step_loss_decay)
         loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]

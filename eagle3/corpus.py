@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from .messages import Conversation, Message
 from .config import HubSource, LocalSource, PackageSource, Source
 from .errors import ConfigError
+from .messages import Conversation, Message
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 

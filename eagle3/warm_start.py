@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .config import Config
-from .drafter import start_at_last_aux_state
+from .drafter import start_at_last_aux_state, start_queries_as_keys
 from .errors import ConfigError
 from .files import sampled_sha256
 from .published import Published, require_servable
@@ -53,6 +53,7 @@ def start(drafter: Any, config: Config, verifier: Verifier) -> None:
         load_weights(drafter, config, verifier)
     else:
         start_at_last_aux_state(drafter)
+        start_queries_as_keys(drafter)
 
 
 def load_weights(drafter: Any, config: Config, verifier: Verifier) -> None:

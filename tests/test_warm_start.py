@@ -60,6 +60,21 @@ def test_without_one_fc_hands_on_the_last_aux_state(started):
     assert torch.equal(model.fc(states.transpose(0, 1).flatten(1)), states[-1])
 
 
+def test_without_one_a_position_attends_to_itself_most(started):
+    existing, verifier, config = started
+    model = fresh(existing, verifier)
+    start(model, config(**{"vocab.warm_start_from": None}), verifier)
+    attention = model.layers[0].self_attn
+    torch.manual_seed(0)
+    inputs = torch.nn.functional.normalize(torch.randn(50, attention.q_proj.in_features), dim=-1)
+    queries = attention.q_proj(inputs).unflatten(1, (-1, attention.head_dim))
+    keys = attention.k_proj(inputs).unflatten(1, (-1, attention.head_dim))
+    keys = keys.repeat_interleave(attention.num_key_value_groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", queries, keys)
+    assert torch.equal(queries, keys)
+    assert (scores.argmax(-1) == torch.arange(50)).float().mean() > 0.9
+
+
 def test_with_one_training_starts_at_its_weights(started):
     existing, verifier, config = started
     model = fresh(existing, verifier)
