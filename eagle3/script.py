@@ -78,7 +78,8 @@ class Invocation:
             else argparse.SUPPRESS,
         )
         args = parser.parse_args(argv)
-        script = Path(sys.argv[0]).name
+        module = sys.modules["__main__"].__spec__
+        script = f"-m {module.name}" if module else Path(sys.argv[0]).name
         if args.drafter and not takes_drafter:
             parser.error(f"{script} takes no --drafter: 06_verify.py does")
         if args.drafter and args.redo:
