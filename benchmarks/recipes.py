@@ -36,7 +36,7 @@ from eagle3.engine import Engine, Sampling
 from eagle3.export import serving_tensors, speculators_form, write_directory
 from eagle3.files import write_tensors
 from eagle3.fingerprint import open_verifier
-from eagle3.optimizers import make_optimizers
+from eagle3.optimizers import make_optimizers, step_all
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.schedule import schedule
@@ -169,16 +169,20 @@ def train(
         loss_of = lambda rows: step(collate(rows, section.ttt_steps)).loss
     trainable = [p for p in drafter.parameters() if p.requires_grad]
     optimizers, warmup_share = make_optimizers(section, trainable), section.warmup_share
+    together = [optimizers]
     if recipe.side == "speculators" and not recipe.our_optimizer:
         optimizers, warmup_share = speculators_optimizers(drafter, section.learning_rate)
+        together = [[optimizer] for optimizer in optimizers]  # its trainer's, one after another
     schedulers = [schedule(optimizer, warmup_share, len(plan)) for optimizer in optimizers]
     for batch in plan:
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of([reader[row_id] for row_id in batch])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, section.max_grad_norm)
-        for part in (*optimizers, *schedulers):
-            part.step()
+        for group in together:
+            step_all(group)
+        for scheduler in schedulers:
+            scheduler.step()
         for parameter in trainable:
             parameter.grad = None
 

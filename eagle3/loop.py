@@ -31,7 +31,7 @@ from .config import TrainSection
 from .drafter import BORROWED
 from .errors import Interrupted, StaleInputError
 from .fingerprint import ROUNDS
-from .optimizers import make_optimizers
+from .optimizers import make_optimizers, step_all
 from .pictures import draw_training
 from .plan import plan_epoch
 from .progress import Progress
@@ -198,8 +198,8 @@ class Trainer:
         result = self.step(batch.to(self.accelerator.device), with_matches=shown)
         self.accelerator.backward(result.loss)
         self.accelerator.clip_grad_norm_(self.step.parameters(), self.section.max_grad_norm)
+        step_all(self.optimizers)
         for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
-            optimizer.step()
             scheduler.step()
             optimizer.zero_grad(set_to_none=True)
         self.done_steps += 1

@@ -13,7 +13,7 @@ from eagle3.checkpoints import KEPT_CHECKPOINTS
 from eagle3.config import TrainSection
 from eagle3.errors import ConfigError, GateError, Interrupted, StaleInputError
 from eagle3.loop import Trainer, trained_state
-from eagle3.optimizers import make_optimizers
+from eagle3.optimizers import make_optimizers, step_all
 from eagle3.plan import plan_epoch, trainable_rows
 from eagle3.rows import TokenRows
 from eagle3.script import stop_flag
@@ -217,6 +217,37 @@ def test_muon_steps_along_the_orthogonalised_momentum_of_matrices_and_adamw_on_n
     assert 0.6 < torch.linalg.svdvals(step).min() <= torch.linalg.svdvals(step).max() < 1.3
     assert torch.allclose(before[1] - norm.detach(), 0.01 * norm.grad.sign(), rtol=1e-3)
     assert not frozen.any()
+
+
+def test_optimizers_stepped_together_step_as_each_alone():
+    sizes = [(96, 64), (64, 96), (64, 64), (64,)]
+    section = SECTION.model_copy(update={"optimizer": "muon", "learning_rate": 0.01})
+    found = []
+    for together in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(*size, generator=generator)) for size in sizes]
+        optimizers = make_optimizers(section, weights)
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            if together:
+                step_all(optimizers)
+            else:
+                for optimizer in optimizers:
+                    optimizer.step()
+        found.append(weights)
+    assert len(optimizers) == len(sizes)  # one Muon a matrix, and AdamW
+    for ours, alone in zip(*found, strict=True):
+        assert torch.allclose(ours, alone, atol=1e-5)
+
+
+def test_a_failing_step_is_not_swallowed():
+    class Broken:
+        def step(self):
+            raise RuntimeError("no step")
+
+    with pytest.raises(RuntimeError, match="no step"):
+        step_all([Broken(), Broken()])
 
 
 def test_a_line_says_what_an_operator_asks(undisturbed):
