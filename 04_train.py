@@ -3,13 +3,12 @@
 reads   01_data/rows.safetensors, 02_hidden/shard-*.safetensors, 03_vocab/vocab_map.safetensors
 writes  04_train/best.safetensors     float32, best simulated acceptance length on validation
         04_train/testimony.safetensors   what it supervised, aimed at and drafted on a few rows
-        04_train/metrics.jsonl        loss per TTT step, accuracy per position, acceptance length
-        04_train/curves.png
+        04_train/metrics.jsonl, curves.png   loss, accuracy per position, acceptance length
         04_train/checkpoints/         the last two, and the best; training state in float32
 
 run     python 04_train.py configs/smollm2_cpu.yaml
         accelerate launch --multi_gpu --num_processes 8 04_train.py CONFIG   (docs/several_boxes.md)
-time    the demo's three passes over 129K tokens: six minutes on two cores
+time    the demo's two passes over 175K tokens: six minutes on two cores
 
 If it stops, run the same command again: it goes on from the last checkpoint as if never stopped.
 Where states come in rounds it trains on those that are there, and python -m eagle3.rounds goes on.
