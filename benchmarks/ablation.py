@@ -53,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layers_15_22_27": ("capture.aux_layer_ids=[15, 22, 27]",),
     "layers_15_27": ("capture.aux_layer_ids=[15, 27]",),
     "int8": ("capture.state_dtype=int8",),
-    "batch_256": ("train.batch_tokens=256", "train.learning_rate=3.0e-3"),
+    "batch_256": ("train.batch_tokens=256",),
     "batch_1024": ("train.batch_tokens=1024", "train.learning_rate=5.0e-3"),
 }
 CURVE_TOKENS = (8_000, 16_000, 64_000, 128_000)

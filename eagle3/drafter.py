@@ -169,11 +169,13 @@ def start_at_last_aux_state(model: Any) -> None:
     """Let ``fc`` of a fresh drafter hand on the last aux state and nothing of the others.
 
     The drafter then begins in the coordinates of the verifier's residual stream, which the head
-    reads, instead of learning them. Measured in docs/training.md.
+    reads, instead of learning them. A state that comes normed is handed on at twice its size: what
+    the one layer adds is then the smaller part from the start. Measured in docs/training.md.
     """
     width = model.fc.out_features
+    is_normed = model.fc_norm is not None or model.input_norm is not None
     model.fc.weight.zero_()
-    model.fc.weight[:, -width:].fill_diagonal_(1)
+    model.fc.weight[:, -width:].fill_diagonal_(2 if is_normed else 1)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch.optim import AdamW, Muon, Optimizer
 from .config import TrainSection
 
 _MUON_MOMENTUM = 0.9  # 0.95, its authors', looks back over 20 steps: many for a run of hundreds
+_NORM_RATE = 4.0  # times the matrices': AdamW moves a norm's weights, all near 1, by the rate alone
 
 
 def make_optimizers(
@@ -40,7 +41,7 @@ def make_optimizers(
     norms = [parameter for parameter in trainable if parameter.ndim == 1]
     assert len(matrices) + len(norms) == len(trainable)
     matrices.sort(key=lambda matrix: matrix.numel() * min(matrix.shape), reverse=True)
-    return [*(muon([matrix]) for matrix in matrices), adamw(norms)]
+    return [*(muon([matrix]) for matrix in matrices), adamw(norms, lr=_NORM_RATE * section.learning_rate)]
 
 
 def step_all(optimizers: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+from typing import Any
 
 import torch
 
@@ -77,7 +78,8 @@ def check(config: Config, stage: str, invocation: Invocation) -> None:
     if stage == "01_data":
         _check_sources(config, chats)
     rows = _upstream(config, stage, verifier, invocation)
-    drafter_bytes = _check_table(config, wiring, verifier) if stage in _DRAFTER_STAGES else 0
+    needs_drafter = stage in _DRAFTER_STAGES
+    drafter_bytes = _check_table(config, wiring, verifier, stage) if needs_drafter else 0
     if stage == "02_hidden":
         _check_disk(config, wiring, rows)
     _estimate_time(config, stage, rows)
@@ -165,10 +167,11 @@ def _say_sglang(config: Config, wiring: Wiring, verifier: Verifier) -> None:
         log("SGLang", writes_aux_layer_ids=written_ids)
 
 
-def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> int:
-    """The table computed from the config is what speculators' model has, at full size.
+def _check_table(config: Config, wiring: Wiring, verifier: Verifier, stage: str) -> int:
+    """Show the table computed from the config; for 04 it is what speculators' model has.
 
-    The model is built on the meta device: every shape, not a byte of memory.
+    The model is built on the meta device: every shape, not a byte of memory. Its import is a third
+    of such a check, and 05 and 06 only load what 04 trained.
 
     Returns:
         Bytes of the drafter's weights.
@@ -181,6 +184,14 @@ def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> int:
         vocab_size=verifier.vocab_size,
     )
     show_table(table)
+    if stage == "04_train":
+        _require_speculators_shapes(config, wiring, verifier, table)
+    return _num_bytes(table)
+
+
+def _require_speculators_shapes(
+    config: Config, wiring: Wiring, verifier: Verifier, table: dict[str, Any]
+) -> None:
     from speculators.models.eagle3 import Eagle3DraftModel
 
     with torch.device("meta"):
@@ -188,7 +199,7 @@ def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> int:
             speculators_config(
                 wiring,
                 config.drafter,
-                draft_vocab_size=draft_vocab_size,
+                draft_vocab_size=config.vocab.draft_vocab_size,
                 verifier=verifier,
                 num_speculative_tokens=config.verify.num_speculative_tokens,
             )
@@ -198,7 +209,6 @@ def _check_table(config: Config, wiring: Wiring, verifier: Verifier) -> int:
     rope_width = 2 * len(model.rotary_emb.inv_freq)
     assert rope_width == config.drafter.head_dim, "RoPE is not built from head_dim"
     log("speculators' model on the meta device has these shapes", rope_width=rope_width)
-    return _num_bytes(table)
 
 
 def _check_disk(config: Config, wiring: Wiring, rows: TokenRows | None) -> None:

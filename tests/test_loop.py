@@ -215,7 +215,7 @@ def test_muon_steps_along_the_orthogonalised_momentum_of_matrices_and_adamw_on_n
         optimizer.step()
     step = (before[0] - matrix.detach()) / (0.01 * 0.2 * 24**0.5)  # AdamW's size: 0.2 rms
     assert 0.6 < torch.linalg.svdvals(step).min() <= torch.linalg.svdvals(step).max() < 1.3
-    assert torch.allclose(before[1] - norm.detach(), 0.01 * norm.grad.sign(), rtol=1e-3)
+    assert torch.allclose(before[1] - norm.detach(), 0.04 * norm.grad.sign(), rtol=1e-3)
     assert not frozen.any()
 
 

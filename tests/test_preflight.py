@@ -75,8 +75,7 @@ def run(
     config: str = "configs/kimi_k25_int4.yaml",
     environment: dict[str, str] | None = None,
 ) -> tuple[int, str]:
-    """One ``--check``: exit code and screen. Each takes less than 10 s of processor time, which a
-    busy machine lengthens by far less than the time on the clock (seen: 48 s for 8)."""
+    """One ``--check``: exit code and screen."""
     overrides = [
         f"verifier.path={kimi_dir}",
         f"run.dir={kimi_dir.parent / 'runs'}",
@@ -86,7 +85,6 @@ def run(
         *sets,
     ]
     words = [word for override in overrides for word in ("--set", override)]
-    before_s = children_cpu_s()
     done = subprocess.run(
         [sys.executable, script, config, "--check", *words],
         cwd=ROOT,
@@ -95,9 +93,6 @@ def run(
         check=False,
         env={**os.environ, **(environment or {})},
     )
-    took_s = children_cpu_s() - before_s
-    print(f"{script} --check: {took_s:.1f} s of processor time")
-    assert took_s < 10
     return done.returncode, done.stdout + done.stderr
 
 
@@ -124,10 +119,38 @@ def test_whole_tensor_table_at_full_size(script, kimi_dir, tmp_path):
     # fc + q, k, v + o + gate, up, down + four norms (two H each side) + the pruned head
     parameters = 7168 * 21504 + 3 * 8192 * 14336 + 7168 * 8192 + 3 * 18432 * 7168
     parameters += 4 * 7168 + 32000 * 7168
-    assert f"{parameters:,}" in screen and "rope_width=128" in screen
+    assert f"{parameters:,}" in screen
+    # speculators' own model is asked before it is trained; 05 and 06 load what 04 trained.
+    assert ("rope_width=128" in screen) == (script == "04_train.py")
     if script == "06_verify.py":
         assert re.search(r"a GPU holds .*drafter='284\.\d MiB'", screen)
     assert not (kimi_dir.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "script, library",
+    [
+        ("04_train.py", "from speculators.models.eagle3 import Eagle3DraftModel"),
+        ("05_export.py", "from transformers import AutoTokenizer"),
+    ],
+)
+def test_check_takes_little_more_than_importing_the_libraries(script, library, kimi_dir):
+    """Processor time, which other work lengthens least; as a ratio, since a shared machine's own
+    speed moves: 6 s and 12 s for the same check, an hour apart. With vLLM imported too 05's would
+    be 1.6 times its libraries."""
+
+    def import_s() -> float:
+        before_s = children_cpu_s()
+        subprocess.run([sys.executable, "-c", library], cwd=ROOT, check=True, capture_output=True)
+        return children_cpu_s() - before_s
+
+    earlier_s, begin_s = import_s(), children_cpu_s()
+    code, screen = run(script, kimi_dir)
+    took_s = children_cpu_s() - begin_s
+    assert code in (0, 5), screen  # 5: the node has no such GPUs
+    imports_s = max(earlier_s, import_s())
+    print(f"{script} --check: {took_s:.1f} s of processor time, imports {imports_s:.1f}")
+    assert took_s < 1.5 * imports_s
 
 
 def test_second_preset(kimi_dir):
@@ -143,7 +166,7 @@ def test_second_preset(kimi_dir):
         assert first["drafter"].pop(name) != second["drafter"].pop(name)
     assert first == second
 
-    code, screen = run("05_export.py", kimi_dir, config="configs/kimi_k25_full_vocab.yaml")
+    code, screen = run("04_train.py", kimi_dir, config="configs/kimi_k25_full_vocab.yaml")
     assert code == 0, screen
     assert "[163840, 7168]" in screen and "[12288, 7168]" in screen and "d2t" not in screen
     assert "rope_width=128" in screen
