@@ -8,7 +8,7 @@ writes  04_train/best.safetensors     float32, best simulated acceptance length 
 
 run     python 04_train.py configs/smollm2_cpu.yaml
         accelerate launch --multi_gpu --num_processes 8 04_train.py CONFIG   (docs/several_boxes.md)
-time    the demo's two passes over 175K tokens: six minutes on two cores
+time    the demo's two passes over 189K tokens: six minutes on two cores
 
 If it stops, run the same command again: it goes on from the last checkpoint as if never stopped.
 Where states come in rounds it trains on those that are there, and python -m eagle3.rounds goes on.
