@@ -6,9 +6,10 @@
 
 Needs the run's 01 to 03. A row trains a fresh drafter, exports it and serves the held-out and the
 MT-Bench prompts greedily, as 06 does (``benchmarks/recipes.py``). Both sides go over the same
-learning rates; the best of each has three seeds. ``speculators_same_time`` trains as many tokens as
-speculators' step gets through while ours trains ``TRAIN_TOKENS``, both as measured in these rows;
-``speculators_our_optimizer`` is its step at its best rate with 04's optimizers and warm-up.
+learning rates; the best of each, by the mean of its seeds, has three. ``speculators_same_time``
+trains as many tokens as speculators' step gets through while ours trains ``TRAIN_TOKENS``, by the
+seconds of these rows; ``speculators_our_optimizer`` is its step at its best rate with 04's
+optimizers and warm-up.
 Results are lines of ``runs/<name>/ablation.jsonl``; a row measured before is not measured again.
 Draws ``docs/acceptance_by_tokens.png`` and ends with the table.
 """
@@ -93,7 +94,8 @@ def everything(results: Path) -> Iterator[tuple[str, int]]:
     for side in SIDES:
         yield from ((f"{side}_rate_{rate}", 0) for rate in RATES)
     for side in SIDES:
-        yield from ((best(side, read(results)), seed) for seed in SEEDS[1:])
+        while seeds := missing_seeds(best(side, read(results)), read(results)):
+            yield best(side, read(results)), seeds[0]
     yield from ((SAME_TIME, seed) for seed in SEEDS)
     yield OUR_OPTIMIZER, 0
     yield from ((row, 0) for row in CHOICES)
@@ -111,7 +113,7 @@ def recipe_of(row: str, lines: list[dict[str, Any]]) -> Recipe:
         return Recipe(side, (*SIDES[side], f"train.learning_rate={value}"), TRAIN_TOKENS)
     overrides = tuple(of(best(side, lines), lines)[0]["overrides"])
     if row == SAME_TIME:
-        theirs, ours = (seconds(of(best(s, lines), lines)) for s in ("speculators", "ours"))
+        theirs, ours = (seconds(at_rates(s, lines)) for s in ("speculators", "ours"))
         return Recipe(side, overrides, round(TRAIN_TOKENS * ours / theirs))
     if row == OUR_OPTIMIZER:
         return Recipe(side, overrides, TRAIN_TOKENS, our_optimizer=True)
@@ -119,10 +121,18 @@ def recipe_of(row: str, lines: list[dict[str, Any]]) -> Recipe:
 
 
 def best(side: str, lines: list[dict[str, Any]]) -> str:
-    """The row of the learning rate that served most on the held-out prompts, seed 0."""
-    rows = [line for line in lines if line["row"].startswith(f"{side}_rate_") and not line["seed"]]
+    """The row of the learning rate that served most on the held-out prompts, mean of its seeds."""
+    rows = {line["row"] for line in at_rates(side, lines)}
     assert rows, f"{side} has no row of a learning rate yet"
-    return max(rows, key=lambda line: line["served"]["heldout"])["row"]
+    return max(sorted(rows), key=lambda row: served(of(row, lines)))
+
+
+def at_rates(side: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line["row"].startswith(f"{side}_rate_")]
+
+
+def missing_seeds(row: str, lines: list[dict[str, Any]]) -> list[int]:
+    return [seed for seed in SEEDS if seed not in {line["seed"] for line in of(row, lines)}]
 
 
 def of(row: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -170,7 +170,7 @@ def start_at_last_aux_state(model: Any) -> None:
 
     The drafter then begins in the coordinates of the verifier's residual stream, which the head
     reads, instead of learning them. A state that comes normed is handed on at twice its size: what
-    the one layer adds is then the smaller part from the start. Measured in docs/training.md.
+    the one layer adds is then the smaller part from the start. Reasons: docs/training.md.
     """
     width = model.fc.out_features
     is_normed = model.fc_norm is not None or model.input_norm is not None
@@ -183,7 +183,7 @@ def start_queries_as_keys(model: Any) -> None:
     """Give each query head of a fresh drafter the weights of the key head it reads.
 
     Query and key of one position are then the same vector before RoPE: attention begins at the
-    position itself and at those alike, instead of anywhere. Measured in docs/training.md.
+    position itself and at those alike, instead of anywhere. Reasons: docs/training.md.
     """
     attention = model.layers[0].self_attn
     heads = attention.k_proj.weight.unflatten(0, (-1, attention.head_dim))

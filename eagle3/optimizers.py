@@ -47,7 +47,7 @@ def make_optimizers(
 def step_all(optimizers: Sequence[Any]) -> None:
     """One step of each optimizer; a CPU's cores take whole optimizers, one after another.
 
-    Two cores that share each product of a small matrix take 1.5 times as long (docs/training.md).
+    Two cores that share each product of a small matrix take 1.6 times as long (docs/training.md).
     """
     num_cores = torch.get_num_threads()
     if num_cores == 1 or len(optimizers) == 1 or torch.cuda.is_available():
